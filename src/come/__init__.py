@@ -1,0 +1,38 @@
+"""Test-time adaptation that knows what it does not know.
+
+>>> import come, torch
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 3))
+>>> classifier = come.adapt(model, "tent")  # COME is the objective
+>>> logits = classifier(torch.randn(8, 4))  # predicts, and has adapted
+>>> classifier.uncertainty(logits).shape
+torch.Size([8])
+>>> classifier.close()  # the model is as it was
+"""
+
+from come import methods, objectives, optim, select, theory
+from come.adapting import adapt
+from come.errors import ClosedError, ComeError, ConfigError, InputError, ModelError, StateError
+from come.method import Method, Step
+from come.objectives import Objective, Opinion, Softmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClosedError",
+    "ComeError",
+    "ConfigError",
+    "InputError",
+    "Method",
+    "ModelError",
+    "Objective",
+    "Opinion",
+    "Softmax",
+    "StateError",
+    "Step",
+    "adapt",
+    "methods",
+    "objectives",
+    "optim",
+    "select",
+    "theory",
+]

@@ -1,0 +1,506 @@
+"""The one base class. A method writes `adapt`; everything that must never go wrong is here, once.
+
+step(x):  check the input -> batch statistics on, gradients on -> adapt(x) -> Step
+reset():  weights, moments, averages, counters: as they were after construction
+close():  the user's model, exactly as it was handed in
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from come import objectives, optim, state
+from come.batchnorm import batch_norms, batch_statistics
+from come.errors import ClosedError, ConfigError, InputError, ModelError, require
+from come.objectives import Objective
+from come.optim import OptimizerFactory
+from come.select import Selector, norm_affine
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+"""A batch: a tensor, or a tuple or mapping of tensors that is handed on to the model as `model(*x)` or `model(**x)`."""
+
+
+class Step(NamedTuple):
+    """What one adaptation step returns; all tensors are detached."""
+
+    logits: Tensor
+    """(B, K): the prediction, what is scored."""
+    loss: Tensor | None = None
+    """(B,): the objective of each sample, or None if the method has none."""
+    used: Tensor | None = None
+    """(B,) bool: which samples drove the update, or None if nothing is ever updated."""
+
+
+class Common(TypedDict, total=False):
+    """The hyper-parameters that every method takes; see `Method`."""
+
+    objective: str | Objective
+    select: Selector | None
+    lr: float | None
+    optimizer: str | OptimizerFactory
+    steps: int
+    episodic: bool
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """No gradients, and ordinary tensors even where the user is in `torch.inference_mode`."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+_adapted: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Method]] = weakref.WeakKeyDictionary()
+
+
+class Method(ABC):
+    """A classifier that adapts while it predicts.
+
+    The model is adapted in place. It is given back as it was by `close()`, at the end of a `with` block, or when the adapter
+    is garbage-collected. Dropout and drop-path stay off; BatchNorm uses the statistics of the batch during a step only.
+
+    Args:
+        model: any classifier that maps a batch to logits (B, K), or to an object or mapping with `logits`.
+        objective: a name (`come.objectives.names()`) or an `Objective`.
+        select: which parameters adapt; None is the method's own choice (`selects`).
+        lr: learning rate; None is the paper's for the model's family: 1e-3 x batch/64 for models with LayerNorm, GroupNorm
+            and the like, 2.5e-4 for models with BatchNorm (2.5e-4 x batch/32 below a batch of 32).
+        optimizer: "sgd", "adam", or a function (parameters, lr) -> torch optimiser such as `come.optim.sgd(momentum=0.5)`.
+        steps: how often each batch is adapted to.
+        episodic: reset before each batch.
+
+    To write a method, subclass it, give it a `name` and write `adapt`; keep what it remembers in `self.state`, a dictionary
+    of tensors, whose first value `initial_state` returns. Store your own arguments *before* calling `super().__init__`.
+    `come.testing.check_method` checks the contract.
+
+    Example:
+        >>> class Sharpen(Method):
+        ...     name = "sharpen"
+        ...     def adapt(self, x):
+        ...         logits = self.forward(x)
+        ...         loss = self.objective.entropy(logits)
+        ...         self.descend(loss.mean())
+        ...         return Step(logits, loss, torch.ones_like(loss, dtype=torch.bool))
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        >>> with Sharpen(model, objective="em", lr=0.1) as method:
+        ...     logits = method(torch.randn(5, 4))
+        >>> logits.shape
+        torch.Size([5, 3])
+    """
+
+    name: ClassVar[str]
+    """The name in the registry."""
+    descends: ClassVar[bool] = True
+    """Whether the method changes parameters by gradient descent, and so needs some to be selected."""
+    batch_statistics: ClassVar[bool] = True
+    """Whether BatchNorm layers use the statistics of the batch."""
+    selects: ClassVar[Selector] = norm_affine()
+    """What `select=None` means."""
+    paper_lr: ClassVar[tuple[float, float]] = (1e-3, 2.5e-4)
+    """What `lr=None` means: for models without and with BatchNorm."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        objective: str | Objective = "come",
+        select: Selector | None = None,
+        lr: float | None = None,
+        optimizer: str | OptimizerFactory = "sgd",
+        steps: int = 1,
+        episodic: bool = False,
+    ) -> None:
+        self.objective = objectives.get(objective)
+        build = optim.get(optimizer)
+        require(lr is None or 0 < lr < math.inf, "lr", lr, "a positive number, or None for the paper's")
+        require(isinstance(steps, int) and steps >= 1, "steps", steps, "a whole number, at least 1")
+        self.lr, self.steps, self.episodic = lr, steps, episodic
+
+        self.model = model
+        self.parameters = _selected(model, type(self).selects if select is None else select, self.name, self.descends)
+        self._modules = list(model.modules())
+        self._batch_norms = batch_norms(model)
+        with untracked():
+            self._source = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self._close = weakref.finalize(self, _give_back, self.parameters, self._source, _flags(model))
+        self._close.atexit = False
+        _adapted[model] = weakref.ref(self)
+
+        self.count = 0
+        """Batches seen since construction or reset."""
+        self.state: dict[str, Tensor] = {}
+        """What the method remembers between batches, beside weights and moments."""
+        self._lr = 0.0
+        try:
+            model.eval()
+            model.requires_grad_(False)
+            for p in self.parameters.values():
+                p.requires_grad_(True)
+            with self._running(batch=0):
+                # The rate is set anew at each step, for the size of its batch.
+                self.optimizer = build(list(self.parameters.values()), 1.0) if self.parameters else None
+                if self.optimizer is not None:
+                    optim.prepare(self.optimizer)
+                self.state = self.initial_state()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- what a method writes ----
+
+    @abstractmethod
+    def adapt(self, x: Input) -> Step:
+        """Predict the batch `x` and adapt to it, once. Called by `step` with gradients on."""
+
+    def initial_state(self) -> dict[str, Tensor]:
+        """What `state` holds before the first batch and after `reset`."""
+        return {}
+
+    # ---- what a method calls ----
+
+    def forward(self, x: Input) -> Tensor:
+        """Logits (B, K) of the model on `x`, checked."""
+        try:
+            inputs = (x,) if isinstance(x, Tensor) else x
+            out = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            expected = _expected_dims(self._modules)
+            if isinstance(x, Tensor) and expected is not None and x.ndim != expected:
+                raise InputError(
+                    f"the input has {x.ndim} dimensions, shape {tuple(x.shape)}, but the model's convolutions take "
+                    f"{expected}, the batch first; for a single image pass x[None]"
+                ) from error
+            raise
+        return _logits(out, _batch_size(x))
+
+    def gradient(self, loss: Tensor) -> list[Tensor]:
+        """Gradient of the scalar `loss` with respect to the adapted parameters, in their order."""
+        if not loss.requires_grad:
+            raise ModelError(
+                f"the loss does not depend on the {len(self.parameters)} selected parameter(s) of "
+                f"{type(self.model).__name__}; does its forward run under no_grad or detach its output?"
+            )
+        params = list(self.parameters.values())
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+
+    def descend(self, loss: Tensor, go: Tensor | None = None) -> None:
+        """One optimiser step down the gradient of the scalar `loss`.
+
+        Where the 0-d bool tensor `go` is false nothing moves, neither weights nor moments; it is read on the device.
+        """
+        self.descend_along(self.gradient(loss), go)
+
+    def descend_along(self, gradient: list[Tensor], go: Tensor | None = None) -> None:
+        """One optimiser step along a given gradient; see `descend`."""
+        assert self.optimizer is not None
+        params = self.parameters.values()
+        for p, g in zip(params, gradient, strict=True):
+            p.grad = g
+        optim.step(self.optimizer, self._lr, go)
+        for p in params:
+            p.grad = None
+        if torch.is_autocast_enabled(self._device.type):
+            torch.clear_autocast_cache()  # it holds casts of the weights as they were before this step
+
+    @untracked()
+    def recover(self, where: Tensor) -> None:
+        """Put weights and moments back to their source values where the 0-d bool tensor `where` is true."""
+        for name, p in self.parameters.items():
+            p.copy_(torch.where(where, self._source[name], p))
+        for moments in self.optimizer.state.values() if self.optimizer is not None else ():
+            for value in moments.values():
+                if isinstance(value, Tensor):
+                    value.masked_fill_(where.to(value.device), 0)
+
+    # ---- what a user calls ----
+
+    def __call__(self, x: Input) -> Tensor:
+        """Adapt to the batch `x` and return its logits (B, K)."""
+        return self.step(x).logits
+
+    def step(self, x: Input) -> Step:
+        """Adapt to the batch `x` and return logits, per-sample losses and which samples were used."""
+        if not self._close.alive:
+            raise ClosedError(
+                f"this {self.name} adapter is closed and has given its model back; adapt() the model again"
+            )
+        x = _checked(x)
+        self._lr = self.learning_rate(_batch_size(x))
+        self._follow_device()
+        if any(module.training for module in self._modules):
+            self.model.eval()
+        with self._running(_batch_size(x)):
+            if self.episodic:
+                self.reset()
+            for _ in range(self.steps):
+                out = self.adapt(x)
+        self.count += 1
+        return Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; abstain where it is large."""
+        return self.objective.uncertainty(logits)
+
+    def learning_rate(self, batch: int) -> float:
+        """The learning rate for a batch of that size."""
+        if self.lr is not None:
+            return self.lr
+        per_64, with_batch_norm = self.paper_lr
+        return with_batch_norm * min(1.0, batch / 32) if self._batch_norms else per_64 * batch / 64
+
+    @untracked()
+    def reset(self) -> None:
+        """Back to the state after construction: weights, moments, averages, counters."""
+        for name, p in self.parameters.items():
+            p.copy_(self._source[name])
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+            optim.prepare(self.optimizer)
+        self.state = self.initial_state()
+        self.count = 0
+
+    def close(self, *, keep: bool = False) -> None:
+        """Give the model back as it was handed in: weights, modes, gradient flags. May be called again.
+
+        Args:
+            keep: leave the adapted weights in the model.
+        """
+        if self._close.alive:
+            if keep:
+                self._source.update({name: p.detach().clone() for name, p in self.parameters.items()})
+            self._close()
+            _adapted.pop(self.model, None)
+
+    def __enter__(self) -> Self:
+        """Enter a `with` block; on its end the model is given back."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the model back."""
+        self.close()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move the model; what the method remembers follows."""
+        self.model.to(*args, **kwargs)
+        return self
+
+    def eval(self) -> Self:
+        """Do nothing: an adapter is always in evaluation mode. It is here so that it can stand where a model stood."""
+        return self
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that the next step depends on, as a flat dictionary of copied tensors."""
+        return state.collect(self)
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict()` of an adapter of the same method on the same source model, bit for bit."""
+        with untracked():
+            state.restore(self, saved)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the state to a safetensors file, whole or not at all."""
+        state.save(self, path)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
+        with untracked():
+            state.load(self, path)
+
+    # ---- configuration ----
+
+    @classmethod
+    def hyperparameters(cls) -> dict[str, Any]:
+        """Names and defaults of what the constructor takes, own ones first: the constructor is the configuration."""
+        found: dict[str, Any] = {}
+        for parent in cls.__mro__:
+            if "__init__" in vars(parent) and issubclass(parent, Method):
+                for p in inspect.signature(parent).parameters.values():
+                    if p.kind is inspect.Parameter.KEYWORD_ONLY:
+                        found.setdefault(p.name, p.default)
+        return found
+
+    def __repr__(self) -> str:
+        """Method, objective, what adapts and at which learning rate."""
+        if not self.descends:
+            return f"{type(self).__name__}({type(self.model).__name__}, objective={self.objective!r})"
+        if self.lr is not None:
+            rate = f"{self.lr:g}"
+        elif self._batch_norms:
+            rate = f"{self.paper_lr[1]:g} (the paper's for BatchNorm models)"
+        else:
+            rate = f"{self.paper_lr[0]:g} x batch/64 (the paper's for models without BatchNorm)"
+        size = sum(p.numel() for p in self.parameters.values())
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, objective={self.objective!r}, lr={rate}, "
+            f"adapts {size:,} values in {len(self.parameters)} tensors)"
+        )
+
+    # ---- inside ----
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @contextmanager
+    def _running(self, batch: int) -> Iterator[None]:
+        layers = self._batch_norms if self.batch_statistics else []
+        with torch.inference_mode(False), torch.enable_grad(), batch_statistics(layers, batch):
+            yield
+
+    def _follow_device(self) -> None:
+        """After the user has moved or cast the model, bring snapshots, moments and state along."""
+        for name, p in self.parameters.items():
+            if self._source[name].device == p.device and self._source[name].dtype == p.dtype:
+                return  # the first one tells
+            break
+        for name, p in self.parameters.items():
+            self._source[name] = self._source[name].to(p)
+            moments = self.optimizer.state[p] if self.optimizer is not None else {}
+            for key, value in moments.items():
+                if isinstance(value, Tensor):
+                    moments[key] = value.to(p) if value.shape == p.shape else value.to(p.device)
+        self.state = {name: value.to(self._device) for name, value in self.state.items()}
+
+
+def masked_mean(values: Tensor, used: Tensor) -> Tensor:
+    """Mean of `values` (B, ...) over the samples in `used` (B,); 0, with a zero gradient, where there are none.
+
+    Example:
+        >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(1.5000)
+    """
+    mask = used.view(-1, *[1] * (values.ndim - 1))
+    return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
+
+
+# ---- checks ----
+
+
+def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:
+    """The parameters that `select` names in `model`, after checking that the model can be adapted at all."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}; come adapts a torch.nn.Module")
+    owner = _adapted.get(model)
+    if owner is not None and (alive := owner()) is not None:
+        raise ModelError(
+            f"this {type(model).__name__} is being adapted already, by {alive.name}; close() that adapter first, "
+            "or adapt copy.deepcopy(model)"
+        )
+    if any(p.is_inference() for p in model.parameters()):
+        raise ModelError(
+            f"the parameters of {type(model).__name__} were made under torch.inference_mode and can never have a "
+            "gradient; build or load the model outside of it"
+        )
+    if not callable(select):
+        raise ConfigError(f"select is {select!r}; give a function from a model to its parameters by name")
+    chosen = select(model)
+    known = dict(model.named_parameters())
+    for name, p in chosen.items():
+        if known.get(name) is not p:
+            raise ConfigError(f"select chose {name!r}, which is not a parameter of {type(model).__name__}")
+        if not p.is_floating_point():
+            raise ConfigError(f"select chose {name!r} of type {p.dtype}; only floating-point parameters can adapt")
+    if descends and not chosen:
+        raise ModelError(
+            f"{method} has nothing to adapt: {select!r} finds no parameter in {type(model).__name__}. It needs "
+            "normalisation layers with weights; or choose what adapts yourself, e.g. select=come.select.everything()"
+        )
+    return chosen
+
+
+def _checked(x: Input) -> Input:
+    """`x` if it is a batch that can be handed to a model; inference tensors are copied, autograd cannot save them."""
+    if isinstance(x, Tensor):
+        if not x.is_floating_point():
+            raise InputError(
+                f"the input is {x.dtype}; it must be floating point: scale and normalise images first. Token ids and "
+                "the like go in a mapping or tuple, e.g. {'input_ids': x}"
+            )
+        if x.ndim < 2:
+            raise InputError(f"the input has {x.ndim} dimension(s), shape {tuple(x.shape)}; the first one is the batch")
+    elif not isinstance(x, (tuple, list, Mapping)):
+        raise InputError(f"the input is a {type(x).__name__}; give a tensor, or a tuple or mapping of tensors")
+    if _batch_size(x) < 1:
+        raise InputError("the batch is empty; skip it")
+    if isinstance(x, Mapping):
+        return {key: _usable(value) for key, value in x.items()}
+    return _usable(x) if isinstance(x, Tensor) else tuple(_usable(value) for value in x)
+
+
+def _usable(value: Any) -> Any:
+    with torch.inference_mode(False):
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
+def _batch_size(x: Input) -> int:
+    if isinstance(x, Tensor):
+        return x.shape[0]
+    for value in x.values() if isinstance(x, Mapping) else x:
+        if isinstance(value, Tensor) and value.ndim >= 1:
+            return value.shape[0]
+    raise InputError(f"the {type(x).__name__} holds no batched tensor; give a tensor, or a tuple or mapping of tensors")
+
+
+def _logits(out: Any, batch: int) -> Tensor:
+    """The logits in what a model returned, checked."""
+    if isinstance(out, Mapping) and "logits" in out:
+        logits = out["logits"]
+    else:
+        logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise InputError(
+            f"the model returned a {type(out).__name__}; it must be a tensor (B, K) or have `logits`: wrap the model in a "
+            "module that returns them"
+        )
+    if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2 or not logits.is_floating_point():
+        raise InputError(
+            f"the model returned {logits.dtype} of shape {tuple(logits.shape)} for a batch of {batch}; it must be floating "
+            f"point of shape ({batch}, K) with K >= 2 classes"
+        )
+    return logits
+
+
+def _expected_dims(modules: list[nn.Module]) -> int | None:
+    for module in modules:
+        for dims, kind in ((3, nn.Conv1d), (4, nn.Conv2d), (5, nn.Conv3d)):
+            if isinstance(module, kind):
+                return dims
+    return None
+
+
+# ---- giving the model back ----
+
+Flags = tuple[list[tuple[nn.Parameter, bool, Tensor | None]], list[tuple[nn.Module, bool]]]
+
+
+def _flags(model: nn.Module) -> Flags:
+    return [(p, p.requires_grad, p.grad) for p in model.parameters()], [(m, m.training) for m in model.modules()]
+
+
+@untracked()
+def _give_back(params: dict[str, nn.Parameter], source: dict[str, Tensor], flags: Flags) -> None:
+    for name, p in params.items():
+        p.copy_(source[name])
+    for p, requires_grad, grad in flags[0]:
+        p.requires_grad_(requires_grad)
+        p.grad = grad
+    for module, training in flags[1]:
+        module.training = training

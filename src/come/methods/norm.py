@@ -1,0 +1,26 @@
+"""Norm: BatchNorm statistics from the test batch instead of the training set.
+
+Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation", NeurIPS 2020, and
+Nado et al., "Evaluating prediction-time batch normalization for robustness under covariate shift", 2020.
+
+Adapts the statistics of BatchNorm, no parameter; needs nothing; one forward per batch. A model without BatchNorm is left
+as it is. A layer that sees one value per channel (a batch of one at 1x1 resolution) keeps its source statistics.
+"""
+
+from __future__ import annotations
+
+from come.methods.source import Source
+
+
+class Norm(Source):
+    """The source model with the batch's own BatchNorm statistics.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        >>> Norm(model)(torch.randn(64, 4) + 5).mean(0).abs().max() < 1e-5
+        tensor(True)
+    """
+
+    name = "norm"
+    batch_statistics = True

@@ -1,0 +1,30 @@
+"""No Adapt: the source model as it is, the row that every other row is measured against.
+
+Adapts nothing; needs nothing; one forward per batch.
+"""
+
+from __future__ import annotations
+
+from come.method import Input, Method, Step
+from come.select import nothing
+
+
+class Source(Method):
+    """The source model in evaluation mode.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 3)
+        >>> x = torch.randn(2, 4)
+        >>> torch.equal(Source(model)(x), model(x).detach())
+        True
+    """
+
+    name = "source"
+    descends = False
+    batch_statistics = False
+    selects = nothing()
+
+    def adapt(self, x: Input) -> Step:
+        """Predict."""
+        return Step(self.forward(x))

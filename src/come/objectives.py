@@ -1,0 +1,329 @@
+r"""What adaptation minimises: log-masses, and everything that follows from them.
+
+An objective is one function, `log_mass(logits) -> (..., M)`: a normalised log-distribution over M outcomes. Softmax has
+the K classes as outcomes. A subjective opinion has K + 1: the classes and "I do not know". All else is derived here, once,
+for every objective:
+
+    entropy      H(m)    = -sum_j exp(m_j) m_j                  Tent, EATA, SAR
+    consistency  C(s, t) = -sum_j exp(t_j) s_j                  student and teacher
+    marginal     H(log mean_v exp m^v)                          several views of one image
+    confidence   max_{k <= K} exp(m_k)                          the score for FPR and AUROC
+    uncertainty  exp(m_{K+1})                                   how much is not known
+
+So no method knows which objective it was given, and COME is a drop-in by construction.
+
+Reference: Zhang et al., "COME: Test-time Adaption by Conservatively Minimizing Entropy", ICLR 2025.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from come.errors import ConfigError, InputError, require
+from come.registry import Registry
+
+Evidence = Literal["exp", "exp-1", "relu", "softplus"]
+
+SMALLEST_NORM = 1e-30  # below this a vector of logits counts as zero: dividing by it would overflow float32
+
+
+def hold_norm(logits: Tensor, p: float = 2.0) -> Tensor:
+    r"""Return `logits` unchanged in value, but without a gradient along the p-norm (Eq. 9 of the paper).
+
+    .. math:: z = f \cdot \mathrm{sg}(\lVert f \rVert_p) / \lVert f \rVert_p
+
+    The gradient with respect to f is orthogonal to f: :math:`\langle f, \partial L / \partial f \rangle = 0`, so no step
+    can lower the loss by growing the logits. A zero vector stays zero and gets a zero gradient.
+
+    Args:
+        logits: (..., K), floating.
+        p: order of the norm, 1 <= p <= inf.
+
+    Returns:
+        (..., K), equal to `logits`.
+
+    Example:
+        >>> f = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> hold_norm(f)[0].backward()
+        >>> f.grad  # orthogonal to (3, 4)
+        tensor([ 0.6400, -0.4800])
+    """
+    # Dividing by the largest entry first keeps |f|^p finite for every p.
+    size = logits.detach().abs().amax(dim=-1, keepdim=True).clamp_min(SMALLEST_NORM)
+    norm = torch.linalg.vector_norm(logits / size, ord=p, dim=-1, keepdim=True)
+    nonzero = norm > 0
+    ratio = norm.detach() / torch.where(nonzero, norm, 1)
+    return logits * torch.where(nonzero, ratio, 0)
+
+
+class Objective(ABC):
+    """A log-mass over M outcomes and all that is derived from it.
+
+    Write your own by subclassing it with one method, `log_mass`; then pass the object wherever a name is taken. If
+    M = K + 1, the last outcome is read as "I do not know". `come.testing.check_objective` checks the contract.
+
+    Example:
+        >>> class Tempered(Objective):
+        ...     def log_mass(self, logits):
+        ...         return torch.log_softmax(logits.float() / 2, dim=-1)
+        >>> Tempered().entropy(torch.zeros(1, 4))  # ln 4
+        tensor([1.3863])
+    """
+
+    @abstractmethod
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """Map logits (..., K) to log-masses (..., M), computed in float32 or better, finite for finite logits."""
+
+    def entropy(self, logits: Tensor) -> Tensor:
+        r"""Entropy of the mass, per sample: :math:`H = -\sum_j e^{m_j} m_j`.
+
+        Args:
+            logits: (..., K).
+
+        Returns:
+            (...,), in nats.
+
+        Example:
+            >>> Softmax().entropy(torch.zeros(2, 4))
+            tensor([1.3863, 1.3863])
+        """
+        return _entropy(self.log_mass(logits))
+
+    def consistency(self, student: Tensor, teacher: Tensor, *, symmetric: bool = False) -> Tensor:
+        r"""Cross-entropy between two masses, per sample: :math:`C = -\sum_j e^{m^t_j} m^s_j`.
+
+        Args:
+            student: logits (..., K).
+            teacher: logits (..., K); detach it if it must not receive a gradient.
+            symmetric: the mean of C(student, teacher) and C(teacher, student).
+
+        Returns:
+            (...,), in nats; equals the entropy when the two agree.
+
+        Example:
+            >>> z = torch.tensor([[1.0, 2.0, 3.0]])
+            >>> bool(torch.isclose(Softmax().consistency(z, z), Softmax().entropy(z)))
+            True
+        """
+        s, t = self.log_mass(student), self.log_mass(teacher)
+        forward = -(t.exp() * s).sum(dim=-1)
+        return 0.5 * forward - 0.5 * (s.exp() * t).sum(dim=-1) if symmetric else forward
+
+    def marginal_entropy(self, logits: Tensor, dim: int = 0) -> Tensor:
+        r"""Entropy of the mass averaged over views: :math:`H(\frac{1}{V} \sum_v e^{m^v})`.
+
+        Args:
+            logits: (..., V, ..., K), views along `dim`.
+            dim: the axis of the views; not the last one.
+
+        Returns:
+            the shape of `logits` without `dim` and without the class axis.
+
+        Example:
+            >>> views = torch.tensor([[9.0, 0.0], [0.0, 9.0]])  # two views that contradict each other
+            >>> Softmax().marginal_entropy(views)  # ln 2
+            tensor(0.6931)
+        """
+        m = self.log_mass(logits)
+        if dim % logits.ndim == logits.ndim - 1:
+            raise InputError(
+                f"dim is {dim}, the class axis of logits {tuple(logits.shape)}; name the axis of the views"
+            )
+        return _entropy(torch.logsumexp(m, dim=dim) - math.log(logits.shape[dim]))
+
+    def confidence(self, logits: Tensor) -> Tensor:
+        r"""Largest mass on a class, per sample: :math:`\max_{k \le K} e^{m_k}`, in [0, 1].
+
+        Args:
+            logits: (..., K).
+
+        Returns:
+            (...,).
+
+        Example:
+            >>> Opinion().confidence(torch.zeros(1, 4))  # half of the mass is "I do not know"
+            tensor([0.1250])
+        """
+        return self.log_mass(logits)[..., : logits.shape[-1]].amax(dim=-1).exp()
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        r"""Mass on "I do not know", per sample: :math:`u = e^{m_{K+1}}`; 1 - confidence where M = K.
+
+        Args:
+            logits: (..., K).
+
+        Returns:
+            (...,), in [0, 1]; abstain where it is large.
+
+        Example:
+            >>> Opinion().uncertainty(torch.tensor([[5.0, 0.0], [-5.0, -5.0]]))
+            tensor([0.0132, 0.9933])
+        """
+        m = self.log_mass(logits)
+        if m.shape[-1] > logits.shape[-1]:
+            return m[..., -1].exp()
+        return 1 - m.amax(dim=-1).exp()
+
+
+def _entropy(m: Tensor) -> Tensor:
+    return -(m.exp() * m).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class Softmax(Objective):
+    r"""Entropy minimisation (EM): the mass is the softmax of the logits.
+
+    .. math:: m = \log \mathrm{softmax}(\tau f)
+
+    Args:
+        freeze_norm: take the gradient with the norm of the logits held (Eq. 9), the ablation's "UC without SL".
+        p: order of that norm, 1 <= p <= inf.
+        tau: factor on the logits, > 0.
+
+    Example:
+        >>> Softmax().entropy(torch.tensor([[0.0, 0.0], [5.0, 0.0]]))
+        tensor([0.6931, 0.0402])
+    """
+
+    freeze_norm: bool = False
+    p: float = 2.0
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_norm(self.p, self.tau)
+
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """Log-softmax over the K classes, (..., K) -> (..., K)."""
+        return torch.log_softmax(_prepare(logits, self.freeze_norm, self.p, self.tau), dim=-1)
+
+
+@dataclass(frozen=True)
+class Opinion(Objective):
+    r"""COME: the mass is a subjective opinion, K beliefs and one uncertainty.
+
+    With the evidence :math:`e = \exp z` of the held logits z, :math:`S = \sum_k e_k + K`:
+
+    .. math:: b_k = e_k / S, \qquad u = K / S
+
+    which is the softmax over the K logits and one more logit, ln K; it is computed in that form, so it is exact and finite
+    for every K, dtype and scale.
+
+    Args:
+        freeze_norm: take the gradient with the norm of the logits held (Eq. 9); without it, the ablation's "SL without UC".
+        p: order of that norm, 1 <= p <= inf.
+        tau: factor on the logits, > 0.
+        evidence: "exp" is what the published implementation does. "exp-1" is Eq. 3 to 5 of the paper with the evidence
+            clamped at 0 (as printed, a negative logit makes a negative belief and a NaN). "relu" and "softplus" are
+            the usual alternatives of evidential learning.
+        eps: added to every mass, without renormalising. 0 by default; 1e-7 reproduces the published numbers.
+
+    Example:
+        >>> come = Opinion()
+        >>> come.log_mass(torch.zeros(1, 3)).exp()  # no evidence beyond 1 per class: u = 1/2
+        tensor([[0.1667, 0.1667, 0.1667, 0.5000]])
+        >>> come.uncertainty(torch.tensor([[8.0, 0.0, 0.0], [-8.0, -8.0, -8.0]]))
+        tensor([0.0010, 0.9997])
+    """
+
+    freeze_norm: bool = True
+    p: float = 2.0
+    tau: float = 1.0
+    evidence: Evidence = "exp"
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_norm(self.p, self.tau)
+        require(
+            self.evidence in get_args(Evidence), "evidence", self.evidence, f"one of {', '.join(get_args(Evidence))}"
+        )
+        require(0 <= self.eps < 1, "eps", self.eps, "in [0, 1)")
+
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """Log-beliefs and log-uncertainty, (..., K) -> (..., K + 1)."""
+        z = _log_evidence(_prepare(logits, self.freeze_norm, self.p, self.tau), self.evidence)
+        ignorance = z.new_full((*z.shape[:-1], 1), math.log(logits.shape[-1]))
+        m = torch.log_softmax(torch.cat([z, ignorance], dim=-1), dim=-1)
+        return (m.exp() + self.eps).log() if self.eps else m
+
+
+def _check_norm(p: float, tau: float) -> None:
+    require(p >= 1, "p", p, "at least 1 (math.inf included)")
+    require(0 < tau < math.inf, "tau", tau, "a positive number")
+
+
+def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
+    """Check the class axis, leave half precision, apply Eq. 9."""
+    if logits.ndim < 1 or logits.shape[-1] < 2:
+        raise InputError(f"logits have shape {tuple(logits.shape)}; the last axis needs K >= 2 classes")
+    if not logits.is_floating_point():
+        raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
+    z = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    if freeze_norm:
+        z = hold_norm(z, p)
+    return z if tau == 1 else z * tau
+
+
+def _log_evidence(z: Tensor, evidence: Evidence) -> Tensor:
+    """Logarithm of the evidence; evidence of exactly 0 becomes the smallest normal number, whose mass rounds to 0."""
+    if evidence == "exp":
+        return z
+    if evidence == "softplus":  # ln(1 + e^z) is e^z to the last bit of float64 below -40
+        small = z < -40
+        return torch.where(small, z, F.softplus(torch.where(small, 0, z)).log())
+    tiny = torch.finfo(z.dtype).tiny
+    some = z > tiny
+    safe = torch.where(some, z, 1)
+    log_e = safe.log() if evidence == "relu" else safe + (-torch.expm1(-safe)).log()
+    return torch.where(some, log_e, math.log(tiny))
+
+
+_registry: Registry[Objective] = Registry("objective", entry_points="come.objectives")
+_registry.add("em", Softmax())
+_registry.add("come", Opinion())
+
+
+def names() -> list[str]:
+    """Names of all registered objectives, sorted.
+
+    Example:
+        >>> names()
+        ['come', 'em']
+    """
+    return _registry.names()
+
+
+def get(objective: str | Objective) -> Objective:
+    """The objective of that name, or the object itself if it is one already.
+
+    Example:
+        >>> get("em")
+        Softmax(freeze_norm=False, p=2.0, tau=1.0)
+    """
+    if isinstance(objective, Objective):
+        return objective
+    if not isinstance(objective, str):
+        raise ConfigError(
+            f"objective is {objective!r}; give a name ({', '.join(names())}) or an instance of come.Objective"
+        )
+    return _registry.get(objective)
+
+
+def register(name: str, objective: Objective) -> None:
+    """Make `objective` available under `name`, here and on the command line.
+
+    Example:
+        >>> register("em-uc", Softmax(freeze_norm=True))
+        >>> get("em-uc").freeze_norm
+        True
+        >>> _registry.remove("em-uc")
+    """
+    if not isinstance(objective, Objective):
+        raise ConfigError(f"objective {name!r} is {objective!r}; register an instance of come.Objective")
+    _registry.add(name, objective)

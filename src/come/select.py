@@ -1,0 +1,171 @@
+"""Which parameters adapt: chosen by their role and their depth, never by what a model calls them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from come.errors import require
+
+
+class Selector(Protocol):
+    """Takes a model, returns the parameters to adapt by name, in the model's order."""
+
+    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Choose."""
+        ...
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (
+    *BATCH_NORMS,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether `module` is a normalisation layer.
+
+    True for torch's BatchNorm, LayerNorm, GroupNorm, RMSNorm and InstanceNorm and their subclasses, and for any class called
+    "...Norm..." that owns nothing but vectors (libraries write their own RMSNorm).
+
+    Example:
+        >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
+        (True, False)
+    """
+    if isinstance(module, NORMS):
+        return True
+    own = list(module.parameters(recurse=False))
+    return "norm" in type(module).__name__.lower() and bool(own) and all(p.ndim == 1 for p in own)
+
+
+def norms(model: nn.Module) -> dict[str, nn.Module]:
+    """All normalisation layers of `model` by name, in its order.
+
+    Example:
+        >>> list(norms(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
+        ['1']
+    """
+    return {name: module for name, module in model.named_modules() if is_norm(module)}
+
+
+def blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks that `model` stacks, first to last: the ViT's layers, the ResNet's stages.
+
+    A stack is three or more siblings that all contain normalisation layers: the compound children of a `Sequential` or
+    `ModuleList`, or children of any module that are called alike but for a number (`layer1`, `layer2`, ...). Of several
+    stacks the one with the most normalisation layers counts, the outermost first. A model without a stack gives [].
+
+    Example:
+        >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> blocks(nn.Sequential(nn.Linear(4, 4), nn.ModuleList([block(), block(), block()]), nn.LayerNorm(4)))
+        ['1.0', '1.1', '1.2']
+    """
+    best: list[str] = []
+    most = 0
+    for parent_name, parent in model.named_modules():
+        prefix = f"{parent_name}." if parent_name else ""
+        compound = {name: len(norms(child)) for name, child in parent.named_children() if _has_children(child)}
+        compound = {name: count for name, count in compound.items() if count}
+        for family in _families(parent, list(compound)):
+            covered = sum(compound[name] for name in family)
+            if len(family) >= 3 and covered > most:
+                best, most = [prefix + name for name in family], covered
+    return best
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _families(parent: nn.Module, names: list[str]) -> list[list[str]]:
+    if isinstance(parent, (nn.Sequential, nn.ModuleList)):
+        return [names]
+    families: dict[str, list[str]] = {}
+    for name in names:
+        families.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    return [family for pattern, family in families.items() if "#" in pattern]
+
+
+@dataclass(frozen=True)
+class norm_affine:  # noqa: N801 - reads as the verb it is: select=norm_affine(skip_last=0.25)
+    """Select the weights and biases of normalisation layers.
+
+    Args:
+        skip_last: share of the blocks, counted from the end, to leave alone, in [0, 1); rounded to whole blocks, at least
+            one when positive. With it goes every normalisation layer behind the last block (the final norm). In a model
+            without a recognisable stack of blocks the last share of its normalisation layers is left alone.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> list(norm_affine()(model))
+        ['1.weight', '1.bias', '3.weight', '3.bias']
+        >>> list(norm_affine(skip_last=0.25)(model))
+        ['1.weight', '1.bias']
+    """
+
+    skip_last: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.skip_last < 1, "skip_last", self.skip_last, "in [0, 1)")
+
+    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Parameters of the chosen layers by name."""
+        chosen = norms(model)
+        if self.skip_last:
+            late = self._late(model, list(chosen))
+            chosen = {name: module for name, module in chosen.items() if name not in late}
+        return {
+            f"{name}.{key}" if name else key: parameter
+            for name, module in chosen.items()
+            for key, parameter in module.named_parameters(recurse=False)
+            if parameter.is_floating_point()
+        }
+
+    def _late(self, model: nn.Module, names: list[str]) -> set[str]:
+        """Which of the norm layers `names` lie in the last share of the blocks or behind them."""
+        stack = blocks(model) or names
+        skipped = stack[len(stack) - max(1, round(self.skip_last * len(stack))) :]
+        position = {name: i for i, (name, _) in enumerate(model.named_modules())}
+        end = max(i for name, i in position.items() if _inside(name, stack[-1])) if stack else -1
+        return {n for n in names if position[n] > end or any(_inside(n, block) for block in skipped)}
+
+
+def _inside(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
+
+
+@dataclass(frozen=True)
+class everything:  # noqa: N801
+    """Select every floating-point parameter.
+
+    Example:
+        >>> list(everything()(nn.Linear(2, 2)))
+        ['weight', 'bias']
+    """
+
+    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """All floating-point parameters by name."""
+        return {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+
+
+@dataclass(frozen=True)
+class nothing:  # noqa: N801
+    """Select no parameter: for methods that do not descend.
+
+    Example:
+        >>> nothing()(nn.Linear(2, 2))
+        {}
+    """
+
+    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """No parameter."""
+        return {}
