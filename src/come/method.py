@@ -134,8 +134,9 @@ class Method(ABC):
         self._modules = list(model.modules())
         self._batch_norms = batch_norms(model)
         with untracked():
-            self._source = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._close = weakref.finalize(self, _give_back, self.parameters, self._source, _flags(model))
+            self.source_values = {name: p.detach().clone() for name, p in self.parameters.items()}
+            """The adapted parameters as they were handed in."""
+        self._close = weakref.finalize(self, _give_back, self.parameters, self.source_values, _flags(model))
         self._close.atexit = False
         _adapted[model] = weakref.ref(self)
 
@@ -217,12 +218,12 @@ class Method(ABC):
             torch.clear_autocast_cache()  # it holds casts of the weights as they were before this step
 
     @untracked()
-    def recover(self, where: Tensor) -> None:
-        """Put weights and moments back to their source values where the 0-d bool tensor `where` is true."""
+    def recover(self, where: Tensor, *, moments: bool = True) -> None:
+        """Put the weights back to their source values, and the moments to zero, where the 0-d bool tensor is true."""
         for name, p in self.parameters.items():
-            p.copy_(torch.where(where, self._source[name], p))
-        for moments in self.optimizer.state.values() if self.optimizer is not None else ():
-            for value in moments.values():
+            p.copy_(torch.where(where, self.source_values[name], p))
+        if moments and self.optimizer is not None:
+            for value in (value for kept in self.optimizer.state.values() for value in kept.values()):
                 if isinstance(value, Tensor):
                     value.masked_fill_(where.to(value.device), 0)
 
@@ -238,7 +239,7 @@ class Method(ABC):
             raise ClosedError(
                 f"this {self.name} adapter is closed and has given its model back; adapt() the model again"
             )
-        x = _checked(x)
+        x = checked(x)
         self._lr = self.learning_rate(_batch_size(x))
         self._follow_device()
         if any(module.training for module in self._modules):
@@ -266,7 +267,7 @@ class Method(ABC):
     def reset(self) -> None:
         """Back to the state after construction: weights, moments, averages, counters."""
         for name, p in self.parameters.items():
-            p.copy_(self._source[name])
+            p.copy_(self.source_values[name])
         if self.optimizer is not None:
             self.optimizer.state.clear()
             optim.prepare(self.optimizer)
@@ -281,7 +282,7 @@ class Method(ABC):
         """
         if self._close.alive:
             if keep:
-                self._source.update({name: p.detach().clone() for name, p in self.parameters.items()})
+                self.source_values.update({name: p.detach().clone() for name, p in self.parameters.items()})
             self._close()
             _adapted.pop(self.model, None)
 
@@ -368,11 +369,11 @@ class Method(ABC):
     def _follow_device(self) -> None:
         """After the user has moved or cast the model, bring snapshots, moments and state along."""
         for name, p in self.parameters.items():
-            if self._source[name].device == p.device and self._source[name].dtype == p.dtype:
+            if self.source_values[name].device == p.device and self.source_values[name].dtype == p.dtype:
                 return  # the first one tells
             break
         for name, p in self.parameters.items():
-            self._source[name] = self._source[name].to(p)
+            self.source_values[name] = self.source_values[name].to(p)
             moments = self.optimizer.state[p] if self.optimizer is not None else {}
             for key, value in moments.items():
                 if isinstance(value, Tensor):
@@ -426,7 +427,7 @@ def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -
     return chosen
 
 
-def _checked(x: Input) -> Input:
+def checked(x: Input) -> Input:
     """`x` if it is a batch that can be handed to a model; inference tensors are copied, autograd cannot save them."""
     if isinstance(x, Tensor):
         if not x.is_floating_point():

@@ -172,6 +172,13 @@ class Objective(ABC):
         return 1 - m.amax(dim=-1).exp()
 
 
+def _normalised(z: Tensor) -> Tensor:
+    # Not log_softmax: on the CPU it adds up long rows one by one and is off by 1e-4 at K = 100,000. The shift keeps the
+    # digits that z - logsumexp(z) loses when both are large.
+    z = z - z.detach().amax(dim=-1, keepdim=True)
+    return z - torch.logsumexp(z, dim=-1, keepdim=True)
+
+
 def _entropy(m: Tensor) -> Tensor:
     return -(m.exp() * m).sum(dim=-1)
 
@@ -201,7 +208,7 @@ class Softmax(Objective):
 
     def log_mass(self, logits: Tensor) -> Tensor:
         """Log-softmax over the K classes, (..., K) -> (..., K)."""
-        return torch.log_softmax(_prepare(logits, self.freeze_norm, self.p, self.tau), dim=-1)
+        return _normalised(_prepare(logits, self.freeze_norm, self.p, self.tau))
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ class Opinion(Objective):
         """Log-beliefs and log-uncertainty, (..., K) -> (..., K + 1)."""
         z = _log_evidence(_prepare(logits, self.freeze_norm, self.p, self.tau), self.evidence)
         ignorance = z.new_full((*z.shape[:-1], 1), math.log(logits.shape[-1]))
-        m = torch.log_softmax(torch.cat([z, ignorance], dim=-1), dim=-1)
+        m = _normalised(torch.cat([z, ignorance], dim=-1))
         return (m.exp() + self.eps).log() if self.eps else m
 
 

@@ -4,7 +4,7 @@ parameter.<name>           adapted weights
 optimizer.<name>.<moment>  moments of the optimiser
 state.<name>               averages, counters, Fisher matrices: what the method remembers
 count                      batches seen
-fingerprint                SHA-256 over the method's name and the source values of the adapted parameters
+fingerprint                SHA-256 that tells the method and its source model from others
 """
 
 from __future__ import annotations
@@ -74,6 +74,14 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
         if name not in parameters or parameters[name].shape != p.shape:
             found = tuple(parameters[name].shape) if name in parameters else "missing"
             raise StateError(f"parameter {name!r} of the state is {found}; it must have shape {tuple(p.shape)}")
+        for key in method.optimizer.state[p] if method.optimizer is not None else ():
+            if key == "momentum_buffer" and key not in moments[name]:
+                raise StateError(f"the state has no momentum for parameter {name!r}")
+        for key, value in moments[name].items():
+            if value.ndim and value.shape != p.shape:
+                raise StateError(f"{key} of {name!r} has shape {tuple(value.shape)}; it must be {tuple(p.shape)}")
+    if missing := set(method.initial_state()) - set(memory):
+        raise StateError(f"the state lacks {', '.join(sorted(missing))}")
     # Everything fits: from here on nothing can fail.
     for name, p in method.parameters.items():
         p.copy_(parameters[name])
@@ -123,10 +131,14 @@ def load(method: Method, path: str | os.PathLike[str]) -> None:
 
 
 def fingerprint(method: Method) -> Tensor:
-    """SHA-256 (32 bytes) over the method's name and the source values of what it adapts."""
+    """SHA-256 (32 bytes) over the method's name and the source model.
+
+    What adapts enters whole; of every other tensor of the model its name, type, shape and first values are enough to tell
+    two models apart without reading hundreds of megabytes.
+    """
     digest = hashlib.sha256(method.name.encode())
-    for name, source in method._source.items():
-        value = source.detach().cpu().contiguous()
+    for name, value in method.model.state_dict().items():
+        head = method.source_values.get(name, value.flatten()[:64]).detach().cpu().contiguous()
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(ctypes.string_at(value.data_ptr(), value.numel() * value.element_size()))
+        digest.update(ctypes.string_at(head.data_ptr(), head.numel() * head.element_size()))
     return torch.tensor(list(digest.digest()), dtype=torch.uint8)

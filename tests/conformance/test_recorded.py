@@ -111,8 +111,7 @@ def test_eata(case, recorder, source_batches):
 
     method.adapt = adapt
     replay(method, case, each=lambda _: peaks.append(method.state["average"].max()))
-    T, steps = case.hyper["T"], case.hyper["steps"]
-    case.close("n_selected", torch.stack(selected).view(T, steps, 2).sum(dim=1))
+    case.close("n_selected", torch.stack(selected).view(case.hyper["T"], case.hyper["steps"], 2).sum(dim=1))
     case.close("entropy", torch.stack(recorder.seen).view(case["entropy"].shape))
     case.close("probs_ema_final", method.state["average"])
     case.close("probs_ema_max", torch.stack(peaks))

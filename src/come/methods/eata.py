@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
-from come.method import Common, Input, Method, Step, _checked, masked_mean
+from come.method import Common, Input, Method, Step, checked, masked_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,7 +104,7 @@ class EATA(Method):
     def _forgetting(self) -> Tensor:
         """The anti-forgetting term: beta * sum F (theta - theta0)^2."""
         terms = [
-            (self.state[f"fisher.{name}"] * (p - self._source[name]).square()).sum()
+            (self.state[f"fisher.{name}"] * (p - self.source_values[name]).square()).sum()
             for name, p in self.parameters.items()
         ]
         return self.beta * torch.stack(terms).sum()
@@ -114,7 +114,7 @@ class EATA(Method):
         total = [torch.zeros_like(p) for p in self.parameters.values()]
         batches = 0
         for x in self.source or ():
-            x = _checked(x)
+            x = checked(x)
             try:
                 logits = self.forward(x)
             except TypeError as error:

@@ -104,14 +104,8 @@ class SAR(Method):
         followed = torch.where(average.isnan(), loss, 0.9 * average + 0.1 * loss)
         average = torch.where(some, followed, average)
         collapsed = average < self.recover_below  # false while undefined
-        if self.quirks:
-            with torch.no_grad():
-                for name, p in self.parameters.items():
-                    p.copy_(torch.where(collapsed, self._source[name], p))
-        else:
-            self.recover(collapsed)
-            average = torch.where(collapsed, math.nan, average)
-        self.state["average"] = average
+        self.recover(collapsed, moments=not self.quirks)
+        self.state["average"] = average if self.quirks else torch.where(collapsed, math.nan, average)
         self.state["recoveries"] = self.state["recoveries"] + collapsed
 
 

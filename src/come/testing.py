@@ -1,0 +1,429 @@
+"""Contract checks for methods and objectives, ours and yours.
+
+    come.testing.check_method(lambda model: MyMethod(model, lr=1e-3))
+    come.testing.check_objective(MyObjective())
+
+Each check is a function with a name; a failure is an `AssertionError` that says which one and on which model. Run them in
+your own test suite; `come` runs the same ones over everything in its registry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from come.errors import ComeError, InputError, unknown
+from come.method import Input, Method, Step
+from come.objectives import Objective
+
+MethodFactory = Callable[[nn.Module], Method]
+"""Puts the method under test around a model."""
+
+CLASSES = 5
+SHAPE = (3, 8, 8)
+
+
+# ---- models and batches ----
+
+
+class TinyClassifier(nn.Module):
+    """Four small convolution blocks with one kind of normalisation, dropout included, (B, 3, 8, 8) -> (B, 5).
+
+    Args:
+        norm: makes a normalisation layer for a number of channels.
+        seed: of the weights; torch's global generator is left alone.
+
+    Example:
+        >>> TinyClassifier(nn.BatchNorm2d)(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module], seed: int = 0) -> None:
+        super().__init__()
+        widths = (3, 8, 8, 8, 8)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.blocks = nn.Sequential(
+                *(
+                    nn.Sequential(nn.Conv2d(a, b, 3, padding=1), norm(b), nn.SiLU(), nn.Dropout(0.5))
+                    for a, b in pairwise(widths)
+                )
+            )
+            self.head = nn.Linear(widths[-1], CLASSES)
+            nn.init.normal_(self.head.weight, std=4.0)  # entropies on both sides of the usual margins
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify."""
+        logits: Tensor = self.head(self.blocks(x).mean(dim=(2, 3)))
+        return logits
+
+
+class _ChannelsLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(2, channels),
+    "layer": _ChannelsLayerNorm,
+    "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+}
+"""The kinds of normalisation that every method is checked with."""
+
+
+def batches(count: int = 3, size: int = 12, seed: int = 0) -> list[Tensor]:
+    """A few reproducible batches (size, 3, 8, 8) for a `TinyClassifier`.
+
+    Example:
+        >>> [tuple(x.shape) for x in batches(2, size=4)]
+        [(4, 3, 8, 8), (4, 3, 8, 8)]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, *SHAPE, generator=generator) * 1.5 + 0.5 for _ in range(count)]
+
+
+# ---- what is checked of a method ----
+
+
+def _run(method: Method, data: Iterable[Input]) -> list[Step]:
+    return [method.step(x) for x in data]
+
+
+def _same(a: list[Step], b: list[Step], what: str) -> None:
+    for t, (one, other) in enumerate(zip(a, b, strict=True)):
+        for field in Step._fields:
+            x, y = getattr(one, field), getattr(other, field)
+            equal = x is y is None or (x is not None and y is not None and torch.equal(x, y))
+            assert equal, f"{what}: {field} of step {t} differs"
+
+
+def _copy(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _changed(model: nn.Module, before: dict[str, Tensor]) -> set[str]:
+    return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def _shapes(make: MethodFactory, model: nn.Module) -> None:
+    for step in _run(make(model), batches()):
+        assert step.logits.shape == (12, CLASSES), f"logits have shape {tuple(step.logits.shape)}"
+        assert step.loss is None or step.loss.shape == (12,), "loss is not one value per sample"
+        assert step.used is None or (step.used.shape == (12,) and step.used.dtype == torch.bool), "used is no mask"
+        assert not any(t is not None and t.requires_grad for t in step), "a returned tensor still has a graph"
+
+
+def _finite(make: MethodFactory, model: nn.Module) -> None:
+    method = make(model)
+    for step in _run(method, batches()):
+        assert step.logits.isfinite().all(), "non-finite logits"
+        assert step.loss is None or step.loss.isfinite().all(), "non-finite loss"
+    assert all(p.isfinite().all() for p in model.parameters()), "a non-finite parameter"
+
+
+def _only_selected_parameters_change(make: MethodFactory, model: nn.Module) -> None:
+    before = _copy(model)
+    method = make(model)
+    _run(method, batches())
+    wrong = _changed(model, before) - set(method.parameters)
+    assert not wrong, f"changed though not selected: {sorted(wrong)}"
+
+
+def _reset_replays_identically(make: MethodFactory, model: nn.Module) -> None:
+    method = make(model)
+    first = _run(method, batches())
+    method.reset()
+    assert method.count == 0, "the counter survived reset()"
+    _same(first, _run(method, batches()), "after reset()")
+
+
+def _resume_is_exact(make: MethodFactory, model: nn.Module) -> None:
+    first, second = batches(5)[:2], batches(5)[2:]
+    method = make(model)
+    _run(method, first)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        method.save(path)
+        expected = _run(method, second)
+        method.close()
+        resumed = make(model)
+        resumed.load(path)
+    assert resumed.count == len(first), "the counter was not resumed"
+    _same(expected, _run(resumed, second), "after load()")
+
+
+def _input_is_untouched(make: MethodFactory, model: nn.Module) -> None:
+    data = batches()
+    _run(make(model), data)
+    assert all(torch.equal(x, y) for x, y in zip(data, batches(), strict=True)), "the input was changed in place"
+
+
+def _batch_of_one(make: MethodFactory, model: nn.Module) -> None:
+    for step in _run(make(model), batches(3, size=1)):
+        assert step.logits.shape == (1, CLASSES)
+        assert step.logits.isfinite().all(), "non-finite logits for a batch of one"
+
+
+def _empty_selection_moves_nothing(make: MethodFactory, model: nn.Module) -> None:
+    method = make(model)
+    _run(method, batches(1))  # so that there is momentum that could still move something
+    with torch.no_grad():
+        method.model.get_submodule("head").get_parameter("weight").zero_()  # no class is favoured: nothing is reliable
+        method.model.get_submodule("head").get_parameter("bias").zero_()
+    before = method.state_dict()
+    step = method.step(batches(2)[1])
+    if step.used is not None and not step.used.any():
+        after = method.state_dict()
+        moved = [
+            k for k in before if k.startswith(("parameter.", "optimizer.")) and not torch.equal(before[k], after[k])
+        ]
+        assert not moved, f"no sample was used, yet these moved: {moved}"
+
+
+def _deterministic(make: MethodFactory, model: nn.Module) -> None:
+    with make(model) as method:
+        first = _run(method, batches())
+    with make(model) as method:
+        _same(first, _run(method, batches()), "a second run")
+
+
+def _global_random_state_is_untouched(make: MethodFactory, model: nn.Module) -> None:
+    before = torch.get_rng_state()
+    _run(make(model), batches())
+    assert torch.equal(before, torch.get_rng_state()), "torch's global random state was used or set"
+
+
+def _surroundings_do_not_matter(make: MethodFactory, model: nn.Module) -> None:
+    with make(model) as method:
+        expected = _run(method, batches())
+    for surrounding in (torch.no_grad, torch.inference_mode):
+        with surrounding(), make(model) as method:
+            _same(expected, _run(method, batches()), f"under {surrounding.__name__}")
+
+
+def _training_mode_does_not_matter(make: MethodFactory, model: nn.Module) -> None:
+    with make(model.eval()) as method:
+        expected = _run(method, batches())
+    with make(model.train()) as method:
+        model.train()  # the user does it again, around the adapter: dropout must stay off all the same
+        _same(expected, _run(method, batches()), "with the model in training mode")
+
+
+def _autocast(make: MethodFactory, model: nn.Module) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for step in _run(make(model), batches()):
+            assert step.logits.isfinite().all(), "non-finite logits under bfloat16 autocast"
+
+
+def _double_precision(make: MethodFactory, model: nn.Module) -> None:
+    for step in _run(make(model.double()), [x.double() for x in batches()]):
+        assert step.logits.dtype == torch.float64, "double precision was lost"
+
+
+def _cast_and_move(make: MethodFactory, model: nn.Module) -> None:
+    method = make(model)
+    _run(method, batches(1))
+    method.to(torch.float64)
+    for step in _run(method, [x.double() for x in batches(2)]):
+        assert step.logits.isfinite().all(), "broken by .to() between two steps"
+    method.reset()
+    _run(method, [x.double() for x in batches(1)])
+
+
+class _Named(nn.Module):
+    """A model in the manner of transformers: a named input, an output with `logits`."""
+
+    def __init__(self, model: TinyClassifier) -> None:
+        super().__init__()
+        self.inner, self.head = model, model.head
+
+    def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.inner(pixel_values)}
+
+
+def _mappings_and_tuples(make: MethodFactory, model: nn.Module) -> None:
+    assert isinstance(model, TinyClassifier)
+    with make(model) as method:
+        expected = _run(method, batches())
+    with make(_Named(model)) as method:
+        _same(expected, _run(method, [{"pixel_values": x} for x in batches()]), "with a mapping as input")
+    with make(model) as method:
+        _same(expected, _run(method, [(x,) for x in batches()]), "with a tuple as input")
+
+
+def _bad_input_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
+    method = make(model)
+    _run(method, batches(1))
+    before = method.state_dict()
+    for bad in (torch.zeros(0, *SHAPE), torch.zeros(2, *SHAPE, dtype=torch.uint8), torch.zeros(SHAPE), torch.zeros(4)):
+        try:
+            method.step(bad)
+        except InputError:
+            pass
+        else:
+            raise AssertionError(f"a {bad.dtype} batch of shape {tuple(bad.shape)} was accepted")
+    after = method.state_dict()
+    changed = [k for k in before if not torch.allclose(before[k], after[k], rtol=0, atol=0, equal_nan=True)]
+    assert not changed, f"a refused batch changed {changed}"
+
+
+def _close_gives_the_model_back(make: MethodFactory, model: nn.Module) -> None:
+    model.train()
+    model.get_submodule("head").get_parameter("bias").requires_grad_(False)
+    before, modes = _copy(model), [m.training for m in model.modules()]
+    flags = [p.requires_grad for p in model.parameters()]
+    method = make(model)
+    _run(method, batches())
+    method.close()
+    assert not _changed(model, before), f"not given back: {sorted(_changed(model, before))}"
+    assert modes == [m.training for m in model.modules()], "a module's training mode was not given back"
+    assert flags == [p.requires_grad for p in model.parameters()], "a parameter's requires_grad was not given back"
+    assert all(p.grad is None for p in model.parameters()), "a gradient was left behind"
+    with contextlib.suppress(ComeError):
+        method.step(batches(1)[0])
+        raise AssertionError("a closed adapter still answers")
+
+
+METHOD_CHECKS: dict[str, Callable[[MethodFactory, nn.Module], None]] = {
+    check.__name__.strip("_"): check
+    for check in (
+        _shapes,
+        _finite,
+        _only_selected_parameters_change,
+        _reset_replays_identically,
+        _resume_is_exact,
+        _input_is_untouched,
+        _batch_of_one,
+        _empty_selection_moves_nothing,
+        _deterministic,
+        _global_random_state_is_untouched,
+        _surroundings_do_not_matter,
+        _training_mode_does_not_matter,
+        _autocast,
+        _double_precision,
+        _cast_and_move,
+        _mappings_and_tuples,
+        _bad_input_changes_nothing,
+        _close_gives_the_model_back,
+    )
+}
+"""Every check of `check_method` by name."""
+
+
+def check_method(
+    make: MethodFactory,
+    *,
+    norms: Iterable[str] = tuple(NORMS),
+    checks: Iterable[str] = tuple(METHOD_CHECKS),
+) -> None:
+    """Check that a method keeps the contract of `come.Method`, on small models with every kind of normalisation.
+
+    Args:
+        make: puts the method around a model, e.g. `lambda model: MyMethod(model, lr=1e-3)`. It is called with fresh
+            `TinyClassifier` models that map (B, 3, 8, 8) to (B, 5).
+        norms: kinds of normalisation to check with, of `NORMS`.
+        checks: which checks to run, of `METHOD_CHECKS`.
+
+    Raises:
+        AssertionError: names the check and the kind of normalisation.
+
+    Example:
+        >>> from come.methods import Tent
+        >>> check_method(lambda model: Tent(model, lr=1e-3), norms=["layer"], checks=["shapes", "finite"])
+    """
+    for norm in norms:
+        if norm not in NORMS:
+            raise unknown("kind of normalisation", norm, NORMS)
+        for name in checks:
+            if name not in METHOD_CHECKS:
+                raise unknown("check", name, METHOD_CHECKS)
+            try:
+                METHOD_CHECKS[name](make, TinyClassifier(NORMS[norm]))
+            except Exception as error:
+                raise AssertionError(f"check {name!r} with {norm} normalisation: {error}") from error
+
+
+# ---- what is checked of an objective ----
+
+
+def check_objective(objective: Objective) -> None:
+    """Check that an objective keeps the contract of `come.Objective`.
+
+    Shapes; normalised masses; finite values and gradients for K from 2 to 100,000, for logits up to 1e4, for all-zero
+    logits, in float16, bfloat16, float32 and float64; half precision computed in float32; each sample by itself; classes
+    treated alike; confidence and uncertainty in [0, 1].
+
+    Raises:
+        AssertionError: says what failed, for which logits.
+
+    Example:
+        >>> from come import Opinion
+        >>> check_objective(Opinion())
+    """
+    for what, logits in _logits_to_try():
+        z = logits.clone().requires_grad_()
+        with _naming(what):
+            m = objective.log_mass(z)
+            k = logits.shape[-1]
+            assert m.shape[:-1] == logits.shape[:-1], f"log_mass has shape {tuple(m.shape)}"
+            assert m.shape[-1] in (k, k + 1), f"{m.shape[-1]} outcomes for {k} classes; it must be {k} or {k + 1}"
+            assert m.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32), f"mass in {m.dtype}"
+            total = m.exp().sum(dim=-1)
+            tolerance = max(2e-3, 2e-7 * k)  # rounding, and the published 1e-7 on each mass
+            assert torch.allclose(total, torch.ones_like(total), atol=tolerance), (
+                f"the masses sum to {total.max().item()}"
+            )
+            entropy = objective.entropy(z)
+            assert entropy.isfinite().all(), "non-finite entropy"
+            assert (entropy > -1e-5).all(), f"negative entropy {entropy.min().item()}"
+            (grad,) = torch.autograd.grad(entropy.sum(), z)
+            assert grad.isfinite().all(), "non-finite gradient"
+            for name, value in (
+                ("confidence", objective.confidence(logits)),
+                ("uncertainty", objective.uncertainty(logits)),
+            ):
+                assert value.shape == logits.shape[:-1], f"{name} has shape {tuple(value.shape)}"
+                assert ((value >= -1e-5) & (value <= 1 + 1e-3)).all(), f"{name} outside [0, 1]"
+
+    z = torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    with _naming("classes in another order"):
+        assert torch.allclose(objective.entropy(z), objective.entropy(z[:, order])), "the entropy depends on the order"
+    with _naming("samples one by one"):
+        alone = torch.stack([objective.entropy(row) for row in z])
+        assert torch.allclose(objective.entropy(z), alone), "a sample's entropy depends on the other samples"
+    with _naming("derived quantities"):
+        assert torch.allclose(objective.consistency(z, z), objective.entropy(z)), "C(z, z) is not H(z)"
+        views = z.expand(3, *z.shape)
+        assert torch.allclose(objective.marginal_entropy(views), objective.entropy(z)), "equal views change the entropy"
+
+
+def _logits_to_try() -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for k in (2, 10, 1000, 100_000):
+        yield f"K = {k}", torch.randn(3, k, generator=generator) * 4
+    base = torch.randn(2, 4, 10, generator=generator)
+    yield "leading shape (2, 4)", base
+    yield "one vector", base[0, 0]
+    yield "all-zero logits", torch.zeros(2, 10)
+    for size in (1e-20, 1e2, 1e4):
+        yield f"logits of size {size:g}", base / base.abs().max() * size
+    yield "one dominant class", torch.nn.functional.one_hot(torch.arange(4), 10).float() * 1e4
+    yield "all very negative", torch.full((2, 10), -1e4)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        yield f"{dtype}", (base * 50).to(dtype)
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{what}: {error}") from error

@@ -1,0 +1,120 @@
+"""Everything in the registry keeps the public contract, with every objective and every kind of normalisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import come
+from come import testing
+from come.method import untracked
+
+# An expected failure stands here with its reason: {(method, check): reason}. There is none.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+
+def factory(method, objective):
+    """Make the method as a user would, with source batches where it takes them."""
+
+    def make(model):
+        arguments = {}
+        if "source" in come.methods.get(method).hyperparameters():
+            like = next(model.parameters())
+            arguments["source"] = [as_input(model, x.to(like)) for x in testing.batches(2, seed=9)]
+        return come.adapt(model, method, objective, lr=1e-2, **arguments)
+
+    return make
+
+
+def as_input(model, x):
+    return x if isinstance(model, testing.TinyClassifier) else {"pixel_values": x}
+
+
+@pytest.mark.parametrize("check", testing.METHOD_CHECKS)
+@pytest.mark.parametrize("norm", testing.NORMS)
+@pytest.mark.parametrize("objective", come.objectives.names())
+@pytest.mark.parametrize("method", come.methods.names())
+def test_method(method, objective, norm, check, request):
+    if (method, check) in EXCEPTIONS:
+        request.applymarker(pytest.mark.xfail(reason=EXCEPTIONS[method, check], strict=True))
+    testing.check_method(factory(method, objective), norms=[norm], checks=[check])
+
+
+@pytest.mark.parametrize("name", come.objectives.names())
+def test_objective(name):
+    testing.check_objective(come.objectives.get(name))
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        come.Softmax(freeze_norm=True),
+        come.Opinion(freeze_norm=False),
+        come.Opinion(evidence="exp-1"),
+        come.Opinion(evidence="relu"),
+        come.Opinion(evidence="softplus"),
+        come.Opinion(eps=1e-7),
+        come.Opinion(p=1.0),
+        come.Opinion(p=float("inf")),
+        come.Opinion(p=3.0, tau=2.0),
+        come.Softmax(freeze_norm=True, p=100.0, tau=0.5),
+    ],
+    ids=repr,
+)
+def test_variants_of_the_objectives(objective):
+    testing.check_objective(objective)
+
+
+class Broken(come.Method):
+    """Breaks the contract in the way that `fault` says."""
+
+    name = "broken"
+    fault = ""
+
+    def adapt(self, x):
+        logits = self.forward(x)
+        loss = self.objective.entropy(logits)
+        if self.fault == "leaks":
+            with untracked():
+                self.model.head.weight.mul_(1.01)
+        if self.fault == "forgets":
+            self.remembered = getattr(self, "remembered", 0) + 1  # not in self.state: reset() cannot know
+            loss = loss * self.remembered
+        if self.fault == "random":
+            loss = loss + torch.randn(())
+        if self.fault == "input":
+            x.mul_(1.0).add_(1.0)
+        self.descend(loss.mean())
+        return come.Step(logits, loss, loss > 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        ("leaks", "only_selected_parameters_change"),
+        ("forgets", "reset_replays_identically"),
+        ("forgets", "resume_is_exact"),
+        ("random", "global_random_state_is_untouched"),
+        ("input", "input_is_untouched"),
+    ],
+)
+def test_the_checks_find_what_they_are_there_for(fault, check):
+    method = type("Faulty", (Broken,), {"fault": fault})
+    with pytest.raises(AssertionError, match=check):
+        testing.check_method(lambda model: method(model, lr=1e-2), norms=["layer"], checks=[check])
+
+
+def test_objective_check_finds_an_unnormalised_mass():
+    class Unnormalised(come.Objective):
+        def log_mass(self, logits):
+            return logits.float()
+
+    with pytest.raises(AssertionError, match="masses sum to"):
+        testing.check_objective(Unnormalised())
+
+
+def test_unknown_check_and_norm_are_named():
+    with pytest.raises(come.ConfigError, match="did you mean 'layer'"):
+        testing.check_method(come.methods.Tent, norms=["layr"])
+    with pytest.raises(come.ConfigError, match="did you mean 'shapes'"):
+        testing.check_method(come.methods.Tent, checks=["shape"])
