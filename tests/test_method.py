@@ -261,6 +261,28 @@ def test_batch_of_one_without_batch_statistics(sizes):
         come.adapt(bare, "tent")(torch.randn(sizes))
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.BatchNorm1d(4), (4,)),
+        (nn.BatchNorm3d(4), (4, 2, 3, 3)),
+        (nn.SyncBatchNorm(4), (4, 5, 5)),
+        (nn.InstanceNorm1d(4, affine=True), (4, 6)),
+        (nn.InstanceNorm3d(4, affine=True), (4, 2, 3, 3)),
+        (nn.RMSNorm(6), (4, 6)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_norm_layers_adapt(layer, shape):
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(torch.Size(shape).numel(), 3))
+    x = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0))
+    before = [p.detach().clone() for p in layer.parameters()]
+    with come.adapt(model, "tent", "em", lr=0.1) as method:
+        assert method(x).isfinite().all()
+        assert any(not torch.equal(p, b) for p, b in zip(layer.parameters(), before, strict=True))
+    assert all(torch.equal(p, b) for p, b in zip(layer.parameters(), before, strict=True))
+
+
 def test_text_classifier_with_tokens():
     import transformers as t
 

@@ -15,14 +15,6 @@ PUBLISHED = {False: "em", True: come.Opinion(eps=1e-7)}
 SAME_NORMS_AS_TENT = {"sar_allnorm": norm_affine()}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Recorder:
     """The objective, remembering every entropy it gave: what a method saw, in order."""
 
