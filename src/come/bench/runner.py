@@ -1,0 +1,207 @@
+"""Run a plan: one cell after the other, skipping what is done, losing at most the cell in flight."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from come import models
+from come.adapting import adapt
+from come.bench.cell import Cell, run_cell, surroundings
+from come.bench.plan import Plan
+from come.bench.store import Record, RunFolder
+from come.data import Geometry, Source, open_source
+from come.data.sources import OnBadImage
+from come.data.streams import Stream
+from come.errors import InputError
+from come.method import Method
+from come.methods import get as get_method
+
+
+class Progress:
+    """What a runner tells whoever watches; this one watches nothing. Subclass it to show something."""
+
+    def start(self, cell: Cell, samples: int) -> None:
+        """A cell begins."""
+
+    def advance(self, samples: int) -> None:
+        """Some samples of it are done."""
+
+    def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
+        """It is done, now or in an earlier run."""
+
+
+@dataclass
+class Bench:
+    """A plan with its model and data at hand, ready to run.
+
+    Args:
+        plan: what to run.
+        device: where.
+        workers: processes that decode images.
+        on_bad_image: "raise" or "skip".
+        source: a source to use in place of opening `plan.data` (any torch Dataset, through `come.data.DatasetSource`).
+        model: a model to use in place of loading `plan.model`.
+        streams: manifests to replay in place of the setting's own streams.
+    """
+
+    plan: Plan
+    device: str = "cpu"
+    workers: int = 0
+    on_bad_image: OnBadImage = "raise"
+    source: Source | None = None
+    model: models.Model | None = None
+    streams: list[Stream] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self._device = torch.device(self.device)
+            torch.empty(0, device=self._device)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(
+                f"device {self.device!r} cannot be used here ({str(error).splitlines()[0]}); use cpu, or cuda on a GPU machine"
+            ) from error
+        plan = self.plan
+        self.model = self.model or models.load(plan.model, checkpoint=plan.checkpoint, normalisation=plan.normalisation)
+        self.model.module.to(self._device)
+        preprocess = self.model.preprocess
+        self._geometry = Geometry(preprocess.size, preprocess.resize, preprocess.interpolation)
+        self.source = self.source or open_source(plan.data, self._geometry, self.on_bad_image)
+        if self.source.num_classes != self.model.num_classes:
+            raise InputError(
+                f"{self.source.name} has {self.source.num_classes} classes, {self.model.name} has "
+                f"{self.model.num_classes}; choose a model and data that belong together"
+            )
+        held = self.source.holds
+        missing = [] if held is None else [name for name in plan.corruptions if name not in held]
+        if missing:
+            raise InputError(f"{self.source.name} does not hold {', '.join(missing)}; it holds {', '.join(held or ())}")
+        replay = None
+        if self.streams:
+            replay = hashlib.sha256(repr(sorted(self.streams, key=repr)).encode()).hexdigest()[:16]
+        self.cells: list[Cell] = [replace(cell, replay=replay) for cell in plan.cells(len(self.source))]
+        for stream in self.streams or []:
+            if stream.data != plan.data or (stream.order and max(stream.order) >= len(self.source)):
+                raise InputError(
+                    f"the stream is of {stream.data!r} up to index {max(stream.order, default=0)}, the data is {plan.data!r} "
+                    f"with {len(self.source)} samples; replay it on the data it was made from"
+                )
+        self._adapter: tuple[tuple[str, str, str], Method] | None = None
+
+    def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
+        """Run what is not done, and return the records of all cells in the plan's order.
+
+        Cells that another process is working on are left to it and waited for at the end.
+        """
+        progress = progress or Progress()
+        done: dict[str, Record] = {}
+        waiting = self.cells
+        try:
+            while waiting:
+                later = [cell for cell in waiting if not self._try(cell, folder, progress, done, fresh)]
+                if len(later) == len(waiting):
+                    time.sleep(0.5)
+                waiting = later
+        finally:
+            self.release()
+        return [done[cell.key] for cell in self.cells]
+
+    def release(self) -> None:
+        """Give the model back."""
+        if self._adapter is not None:
+            self._adapter[1].close()
+            self._adapter = None
+
+    def _try(self, cell: Cell, folder: RunFolder, progress: Progress, done: dict[str, Record], fresh: bool) -> bool:
+        record = None if fresh else folder.record(cell)
+        resumed = record is not None
+        if record is None:
+            with folder.claim(cell) as mine:
+                if not mine:
+                    return False
+                record = None if fresh else folder.record(cell)  # another process may have finished it just now
+                record = record or self._run(cell, folder, progress)
+        done[cell.key] = record
+        progress.finish(cell, record, resumed)
+        return True
+
+    def _run(self, cell: Cell, folder: RunFolder, progress: Progress) -> Record:
+        assert self.model is not None
+        assert self.source is not None
+        streams = self._replayed(cell) if self.streams else [episode.stream for episode in cell.episodes()]
+        for stream in streams:
+            folder.write_stream(stream)
+        progress.start(cell, sum(len(stream) for stream in streams))
+        rows, result = run_cell(
+            cell,
+            self._method(cell),
+            self.model,
+            self.source,
+            device=self._device,
+            workers=self.workers,
+            streams=streams if self.streams else None,
+            on_batch=progress.advance,
+        )
+        return folder.write(cell, rows, result, surroundings(self._device))
+
+    def _replayed(self, cell: Cell) -> list[Stream]:
+        chosen = [s for s in self.streams or [] if s.domain in cell.corruptions and s.seed == cell.seed]
+        if not chosen:
+            raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
+        return chosen
+
+    def _method(self, cell: Cell) -> Method:
+        """The adapter for a cell: the last one again, reset, if it is the same; building EATA's Fisher matrix costs."""
+        assert self.model is not None
+        if self._adapter is not None and self._adapter[0] != cell.adapter:
+            self.release()
+        if self._adapter is None:
+            arguments = dict(cell.hyper)
+            if "source" in get_method(cell.method).hyperparameters():
+                arguments["source"] = list(self._source_batches(cell))
+            method = adapt(self.model.module, cell.method, cell.objective, **arguments)
+            self._adapter = (cell.adapter, method)
+        return self._adapter[1]
+
+    def _source_batches(self, cell: Cell) -> Iterable[torch.Tensor]:
+        assert self.model is not None
+        assert self.source is not None
+        clean = open_source(cell.source_data, self._geometry, self.on_bad_image) if cell.source_data else self.source
+        for images in torch.split(clean.source_images(cell.source_size), 64):
+            yield self.model.preprocess(images.to(self._device))
+
+
+def run(
+    plan: Plan,
+    out: str | Path,
+    *,
+    device: str = "cpu",
+    workers: int = 0,
+    source: Source | None = None,
+    model: models.Model | None = None,
+    progress: Progress | None = None,
+) -> list[Record]:
+    """Run a plan from Python and return its records.
+
+    Args:
+        plan: what to run.
+        out: the run folder; what is done there is not run again.
+        device: where to run.
+        workers: processes that decode images.
+        source: your own data, e.g. `come.data.DatasetSource(dataset, num_classes=10, name="mine")`.
+        model: your own model, `come.models.Model(name, module, preprocess, num_classes)`.
+        progress: who watches.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     records = run(Plan(methods=("source",), corruptions=("fog",), limit=64), folder)
+        >>> records[0].result["samples"]
+        64
+    """
+    return Bench(plan, device=device, workers=workers, source=source, model=model).run(RunFolder(out), progress)

@@ -1,0 +1,153 @@
+"""A run folder: records and rows, written so that a kill at any moment leaves whole cells only.
+
+RUN/run.json              format and version of what wrote it
+RUN/cells/KEY.safetensors rows of a cell
+RUN/cells/KEY.json        its record, written last, by rename: if it is there, the cell is done
+RUN/cells/KEY.lock        held by the process that is working on the cell; the kernel frees it when that process dies
+RUN/streams/*.json        the manifests, for whoever wants to replay them
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from come import __version__
+from come.bench.cell import Cell, Rows
+from come.data.streams import Stream
+from come.errors import StateError
+
+FORMAT = "come-run-1"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished cell: its configuration and all that was found."""
+
+    key: str
+    cell: dict[str, Any]
+    result: dict[str, Any]
+    surroundings: dict[str, Any]
+
+
+class RunFolder:
+    """The results of one plan on disk.
+
+    Args:
+        path: the folder; made if it is not there.
+
+    Raises:
+        StateError: the folder belongs to another version, to something else, or cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.cells, self.streams = self.path / "cells", self.path / "streams"
+        header = {"format": FORMAT, "come": __version__}
+        try:
+            if (self.path / "run.json").exists():
+                self._check(header)
+            elif self.path.is_dir() and any(self.path.iterdir()):
+                raise StateError(f"{self.path} is not empty and not a run of come; choose another folder with --out")
+            self.cells.mkdir(parents=True, exist_ok=True)
+            self.streams.mkdir(exist_ok=True)
+            if not (self.path / "run.json").exists():
+                self._write(self.path / "run.json", lambda beside: beside.write_text(json.dumps(header) + "\n"))
+            elif not os.access(self.cells, os.W_OK):
+                raise PermissionError(13, "it is not writable")
+        except OSError as error:
+            raise StateError(
+                f"cannot write to the run folder {self.path}: {error.strerror}; choose another with --out"
+            ) from error
+
+    def _check(self, header: dict[str, str]) -> None:
+        try:
+            found = json.loads((self.path / "run.json").read_text())
+        except ValueError:
+            found = {}
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise StateError(f"{self.path}/run.json is not of format {FORMAT!r}; choose another folder with --out")
+        if found.get("come") != header["come"]:
+            raise StateError(
+                f"{self.path} was written by come {found.get('come')}, this is {header['come']}: numbers of two versions "
+                "are not mixed; choose another folder with --out"
+            )
+
+    def record(self, cell: Cell) -> Record | None:
+        """The record of `cell`, or None if it is not done (or what is there is not a record)."""
+        try:
+            found = json.loads((self.cells / f"{cell.key}.json").read_text())
+            record = Record(**found)
+        except (OSError, ValueError, TypeError):
+            return None
+        return record if record.key == cell.key and (self.cells / f"{cell.key}.safetensors").exists() else None
+
+    def rows(self, key: str) -> Rows:
+        """The rows of a finished cell."""
+        try:
+            return load_file(self.cells / f"{key}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"cannot read the rows of cell {key} in {self.path}: {error}") from error
+
+    def write(self, cell: Cell, rows: Rows, result: dict[str, Any], surroundings: dict[str, Any]) -> Record:
+        """Store a finished cell: rows first, the record last, each whole or not at all."""
+        as_json = json.loads(json.dumps(asdict(cell)))
+        record = Record(cell.key, as_json, result, surroundings)
+        tensors = {name: value.contiguous() for name, value in rows.items()}
+        text = json.dumps(asdict(record), indent=1) + "\n"
+        try:
+            self._write(self.cells / f"{cell.key}.safetensors", lambda beside: save_file(tensors, beside))
+            self._write(self.cells / f"{cell.key}.json", lambda beside: beside.write_text(text))
+        except (OSError, SafetensorError) as error:
+            raise StateError(
+                f"cannot write cell {cell.key} to {self.path}: {error}; finished cells are intact: make room, then run the "
+                "same command again"
+            ) from error
+        return record
+
+    def write_stream(self, stream: Stream) -> None:
+        """Keep a manifest, once."""
+        name = f"{stream.domain}-severity{stream.severity}-seed{stream.seed}-{len(stream)}.json"
+        if not (self.streams / name).exists():
+            try:
+                self._write(self.streams / name, stream.save)
+            except OSError as error:
+                raise StateError(f"cannot write the stream {name} to {self.path}: {error.strerror}") from error
+
+    @contextmanager
+    def claim(self, cell: Cell) -> Iterator[bool]:
+        """Whether this process may work on `cell` within the block; another one that lives may hold it."""
+        path = self.cells / f"{cell.key}.lock"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise StateError(f"cannot write to the run folder {self.path}: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
+
+    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            write(beside)
+            with open(beside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)

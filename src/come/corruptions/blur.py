@@ -1,0 +1,223 @@
+"""Blur: defocus, glass, motion, zoom and gaussian.
+
+Every function takes float32 images of shape (B, 3, H, W) in [0, 1], the parameters of one severity and the
+random numbers of the batch (those without chance ignore them), and returns images of the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .draws import Draws
+from .filters import extend, fft_filter, fft_size, motion_line, smooth, zoom
+
+__all__ = ["defocus_blur", "gaussian_blur", "glass_blur", "motion_blur", "zoom_blur"]
+
+
+def gaussian_blur(x: Tensor, sigma: float, draws: Draws) -> Tensor:
+    """Blur with a Gaussian of standard deviation sigma, cut off at 4 sigma, borders replicated.
+
+    Args:
+        x: images, (B, 3, H, W) in [0, 1].
+        sigma: standard deviation in pixels.
+        draws: not used.
+
+    Returns:
+        Images of shape (B, 3, H, W).
+
+    Example:
+        >>> gaussian_blur(torch.rand(1, 3, 8, 8), 2.0, Draws(0, torch.arange(1), "blur", 1)).shape
+        torch.Size([1, 3, 8, 8])
+    """
+    return smooth(x, sigma)
+
+
+def disk(radius: float, antialias: float) -> Tensor:
+    """Make the defocus kernel: the pixels within the radius, equal weights, blurred by a 3x3 or 5x5 Gaussian.
+
+    Args:
+        radius: radius of the disk in pixels.
+        antialias: sigma of the blur of its rim (3x3 up to radius 8, 5x5 above).
+
+    Returns:
+        Kernel of shape (K, K), sum 1; K = 17 up to radius 8, else 2 radius + 1.
+
+    Example:
+        >>> disk(3, 0.1).shape, round(disk(3, 0.1).sum().item(), 5)
+        (torch.Size([17, 17]), 1.0)
+    """
+    reach, half = (8, 1) if radius <= 8 else (int(radius), 2)
+    axis = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    kernel = ((axis[:, None] ** 2 + axis**2) <= radius**2).double()
+    kernel /= kernel.sum()
+    taps = torch.exp(-0.5 * (torch.arange(-half, half + 1, dtype=torch.float64) / antialias) ** 2)
+    taps /= taps.sum()
+    wide = extend(kernel, half, half, half, half, "reflect")
+    size = 2 * reach + 1
+    rows = sum(float(t) * wide[i : i + size] for i, t in enumerate(taps))
+    assert isinstance(rows, Tensor)
+    blurred = sum(float(t) * rows[:, i : i + size] for i, t in enumerate(taps))
+    assert isinstance(blurred, Tensor)
+    return blurred
+
+
+@lru_cache(maxsize=16)
+def _disk_spectrum(radius: float, antialias: float, rows: int, cols: int, device: torch.device) -> tuple[Tensor, int]:
+    """Real FFT of the defocus kernel, trimmed of its zero rim and centred at the origin, and its reach."""
+    kernel = disk(radius, antialias)
+    reach = kernel.shape[0] // 2
+    while reach > 0 and float(kernel[0].abs().max()) < 1e-9 and float(kernel[:, 0].abs().max()) < 1e-9:
+        kernel = kernel[1:-1, 1:-1]
+        reach -= 1
+    plane = torch.zeros(rows, cols, dtype=torch.float64)
+    at = torch.arange(-reach, reach + 1)
+    plane.index_put_(((at % rows)[:, None], (at % cols)[None]), kernel, accumulate=True)
+    return torch.fft.rfft2(plane).to(torch.complex64).to(device), reach
+
+
+def defocus_blur(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
+    """Convolve with an antialiased disk (see :func:`disk`), borders mirrored without the edge (cb|abc|ba).
+
+    Args:
+        x: images, (B, 3, H, W) in [0, 1].
+        parameters: radius of the disk, sigma of its antialiasing.
+        draws: not used.
+
+    Returns:
+        Images of shape (B, 3, H, W).
+
+    Example:
+        >>> flat = torch.full((1, 3, 16, 16), 0.25)
+        >>> out = defocus_blur(flat, (3, 0.1), Draws(0, torch.arange(1), "blur", 1))
+        >>> bool(torch.allclose(out, flat, atol=1e-6))
+        True
+    """
+    radius, antialias = parameters
+    margin = int(radius) + (radius <= 8)
+    height, width = x.shape[-2:]
+    padded = extend(x, margin, margin, margin, margin, "reflect")
+    rows, cols = fft_size(padded.shape[-2]), fft_size(padded.shape[-1])
+    spectrum, reach = _disk_spectrum(radius, antialias, rows, cols, x.device)
+    assert reach <= margin
+    return fft_filter(padded, spectrum, (height, width), (margin, margin))
+
+
+def motion_blur(x: Tensor, parameters: tuple[int, float], draws: Draws) -> Tensor:
+    """Blur along a line at a random angle in [-45, 45] degrees, with half-Gaussian weights.
+
+    out(p) = sum_i k_i x(p + i (cos a, sin a)), see :func:`come.corruptions.filters.motion_line`.
+
+    Args:
+        x: images, (B, 3, H, W) in [0, 1].
+        parameters: radius (2 radius + 1 taps) and sigma of the weights.
+        draws: random numbers of the batch; one angle per image.
+
+    Returns:
+        Images of shape (B, 3, H, W).
+
+    Example:
+        >>> motion_blur(torch.rand(2, 3, 16, 16), (6, 2.0), Draws(0, torch.arange(2), "blur", 1)).shape
+        torch.Size([2, 3, 16, 16])
+    """
+    radius, sigma = parameters
+    degrees = draws.uniform(0, 1).double().view(-1) * 90.0 - 45.0
+    side = math.sqrt(0.5)
+    return motion_line(x, radius, sigma, degrees, (0.0, 1.0, side, side))
+
+
+def zoom_blur(x: Tensor, factors: tuple[float, ...], draws: Draws) -> Tensor:
+    """Average the image and its zooms: out = (x + sum_f zoom(x, f)) / (n + 1) over n factors, the first of
+    them 1.
+
+    Args:
+        x: images, (B, 3, H, W) in [0, 1].
+        factors: zoom factors, at least 1.
+        draws: not used.
+
+    Returns:
+        Images of shape (B, 3, H, W).
+
+    Example:
+        >>> zoom_blur(torch.rand(1, 3, 16, 16), (1.0, 1.1), Draws(0, torch.arange(1), "blur", 1)).shape
+        torch.Size([1, 3, 16, 16])
+    """
+    out = x.clone()
+    for factor in factors:
+        out.add_(zoom(x, factor))
+    return out.mul_(1.0 / (len(factors) + 1))
+
+
+def glass_blur(x: Tensor, parameters: tuple[float, int, int], draws: Draws) -> Tensor:
+    """Blur, replace pixels by near neighbours, blur again.
+
+    Each round visits the pixels from the bottom right to the top left and gives each the colour that the
+    pixel at a random offset in [-reach, reach - 1]^2 has by then, so that a colour can be handed on many
+    times. (The published code means to swap the two pixels; as it swaps NumPy views, the second one keeps its
+    colour, and all published data have been made so.) Between the blurs the image is cut down to 8 bits, as
+    published.
+
+    Args:
+        x: images, (B, 3, H, W) in [0, 1].
+        parameters: sigma of the blurs, reach of an offset, number of rounds.
+        draws: random numbers of the batch; one offset per pixel and round.
+
+    Returns:
+        Images of shape (B, 3, H, W).
+
+    Example:
+        >>> glass_blur(torch.rand(1, 3, 16, 16), (0.7, 1, 2), Draws(0, torch.arange(1), "blur", 1)).shape
+        torch.Size([1, 3, 16, 16])
+    """
+    sigma, reach, rounds = parameters
+    batch, channels, height, width = x.shape
+    x = smooth(x, sigma).mul(255.0).add_(1e-3).floor_().mul_(1.0 / 255.0)
+    source: Tensor | None = None
+    for i in range(rounds):
+        # (dy + reach, dx + reach) of each pixel
+        offsets = draws.uniform(i, 2, height, width).mul_(2 * reach).long().clamp_(max=2 * reach - 1)
+        step = source_map(offsets - reach, reach)
+        source = step if source is None else source.gather(1, step)
+    assert source is not None
+    flat = x.view(batch, channels, height * width)
+    x = torch.stack([flat[:, c].gather(1, source) for c in range(channels)], 1).view(x.shape)
+    return smooth(x, sigma)
+
+
+def source_map(offsets: Tensor, reach: int) -> Tensor:
+    """Find the pixel whose colour each pixel ends up with when they are replaced one after the other.
+
+    The pixels (h, w), h from H - reach down to reach + 1 and w likewise, are visited in that order; each
+    takes the colour of (h + dy, w + dx). If that pixel has been visited before, its colour came in turn from
+    elsewhere: the links to pixels visited before form chains, which pointer doubling follows all at once. A
+    link goes on with probability below 1/2, so no chain comes near the 64 links that are followed.
+
+    Args:
+        offsets: int64 tensor of shape (B, 2, H, W), dy and dx of each pixel, in [-reach, reach - 1].
+        reach: bound of the offsets.
+
+    Returns:
+        int64 tensor of shape (B, H * W): out[p] = in[map[p]].
+
+    Example:
+        >>> source_map(torch.zeros(1, 2, 4, 4, dtype=torch.long), 1)[0].tolist() == list(range(16))
+        True
+    """
+    batch, _, height, width = offsets.shape
+    row = torch.arange(height, device=offsets.device).unsqueeze(1)
+    column = torch.arange(width, device=offsets.device)
+    visited = (row > reach) & (row <= height - reach) & (column > reach) & (column <= width - reach)
+    place = row * width + column
+    dy, dx = offsets.unbind(1)
+    step = (dy * width + dx).mul_(visited)
+    target = place + step
+    # bottom rows and both side columns are never visited; a pixel visited before has a positive step
+    across = column + dx
+    onward = (step > 0) & (row + dy <= height - reach) & (across > reach) & (across <= width - reach)
+    link = (step.mul_(onward) + place).view(batch, -1)
+    for _ in range(6):
+        link = link.gather(1, link)
+    return target.view(batch, -1).gather(1, link)

@@ -1,0 +1,34 @@
+"""Sources of images, streams made of them, and the way from a stream to batches on a device."""
+
+from come.data.glyphs import GlyphOutliers, Glyphs
+from come.data.loading import Account, Batch, batches
+from come.data.sources import (
+    CifarCSource,
+    DatasetSource,
+    FolderSource,
+    Geometry,
+    GlyphSource,
+    ImageNetCSource,
+    Loaded,
+    Source,
+    open_source,
+)
+from come.data.streams import Stream
+
+__all__ = [
+    "Account",
+    "Batch",
+    "CifarCSource",
+    "DatasetSource",
+    "FolderSource",
+    "Geometry",
+    "GlyphOutliers",
+    "GlyphSource",
+    "Glyphs",
+    "ImageNetCSource",
+    "Loaded",
+    "Source",
+    "Stream",
+    "batches",
+    "open_source",
+]

@@ -1,0 +1,397 @@
+"""Where images come from: one small class for each layout that people have on their disks.
+
+Every source gives uint8 images (B, 3, H, W) and labels (B,) for a list of indices. Clean sources are corrupted on the fly by
+`come.corruptions`; the published ones (ImageNet-C, CIFAR-C) hold their corruptions already.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from come.corruptions import names as corruption_names
+from come.data.glyphs import Glyphs
+from come.errors import InputError, unknown
+
+OnBadImage = Literal["raise", "skip"]
+IMAGE_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+
+
+class Geometry(NamedTuple):
+    """How a picture becomes a square: shorter side to `resize`, then the middle `size` x `size`.
+
+    A picture whose shorter side is `size` already is only cropped: ImageNet-C is made of such crops.
+    """
+
+    size: int = 224
+    resize: int = 256
+    interpolation: str = "bilinear"
+
+
+class Loaded(NamedTuple):
+    """Some samples of a source; those that could not be read are left out and counted."""
+
+    images: Tensor
+    """(B, 3, H, W) uint8"""
+    labels: Tensor
+    """(B,) int64"""
+    indices: Tensor
+    """(B,) int64: which samples these are"""
+    bad: int = 0
+
+
+class Source(ABC):
+    """A data set of images with labels."""
+
+    name: str
+    """The specification it was opened by; part of a run's identity."""
+    num_classes: int
+    holds: tuple[str, ...] | None = None
+    """Corruptions that are in the files already; None for clean images, which are corrupted on the fly."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """The samples at `indices`. Corruption and severity only choose among files (`holds`)."""
+
+    def source_images(self, count: int) -> Tensor:
+        """`count` clean images of the source domain (uint8), for methods that need some."""
+        if self.holds is not None:
+            raise InputError(
+                f"{self.name} holds corrupted images only; give clean source images with --source-data folder:PATH"
+            )
+        step = max(1, len(self) // count)
+        return self.load(range(0, len(self), step)[:count]).images
+
+
+class GlyphSource(Source):
+    """The embedded benchmark: characters drawn on the fly, nothing to download.
+
+    Example:
+        >>> source = GlyphSource(size=200)
+        >>> source.load([0, 1]).images.shape, source.num_classes
+        (torch.Size([2, 3, 32, 32]), 100)
+    """
+
+    def __init__(self, name: str = "glyphs", size: int = 3000) -> None:
+        self.name = name
+        self._data = Glyphs("test", size)
+        self.num_classes = len(self._data.classes)
+        self._drawn: tuple[Tensor, Tensor] | None = None  # 3 kB an image, drawn once for all methods
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._data)
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Draw, or look up what was drawn before."""
+        if self._drawn is None:
+            self._drawn = self._data.batch(range(len(self)))
+        chosen = torch.as_tensor(list(indices))
+        return Loaded(self._drawn[0][chosen], self._drawn[1][chosen], chosen)
+
+    def source_images(self, count: int) -> Tensor:
+        """Images of the split that is kept for this."""
+        return Glyphs("source", count).batch(range(count))[0]
+
+
+class _Files(Source):
+    """Pictures in files, decoded when they are asked for."""
+
+    def __init__(self, name: str, geometry: Geometry, on_bad_image: OnBadImage) -> None:
+        self.name, self.geometry, self.on_bad_image = name, geometry, on_bad_image
+
+    @abstractmethod
+    def _path(self, index: int, corruption: str | None, severity: int) -> tuple[Path, int]:
+        """File and label of a sample."""
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Decode; a file that cannot be is named in an error, or skipped and counted."""
+        images, labels, kept, bad = [], [], [], 0
+        for index in indices:
+            path, label = self._path(index, corruption, severity)
+            try:
+                images.append(_decode(path, self.geometry))
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                if self.on_bad_image == "raise":
+                    reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
+                    raise InputError(
+                        f"cannot read {path}: {reason}; mend or remove it, or pass --on-bad-image skip"
+                    ) from error
+                bad += 1
+                continue
+            labels.append(label)
+            kept.append(index)
+        side = self.geometry.size
+        stacked = torch.stack(images) if images else torch.empty(0, 3, side, side, dtype=torch.uint8)
+        return Loaded(stacked, torch.tensor(labels, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64), bad)
+
+
+class FolderSource(_Files):
+    """`PATH/<class>/<image>`: classes are the subfolders in sorted order.
+
+    `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class.
+    """
+
+    def __init__(self, name: str, path: str, geometry: Geometry, on_bad_image: OnBadImage = "raise") -> None:
+        super().__init__(name, geometry, on_bad_image)
+        root = _folder(path)
+        classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        if not classes:
+            raise InputError(f"{root} has no subfolders; it must hold one folder of images per class")
+        self.classes = classes
+        self.num_classes = len(classes)
+        self._files = [(file, k) for k, name in enumerate(classes) for file in _images_below(root / name)]
+        if not self._files:
+            raise InputError(
+                f"{root} has {len(classes)} class folders but no image in them ({', '.join(IMAGE_ENDINGS)})"
+            )
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._files)
+
+    def _path(self, index: int, corruption: str | None, severity: int) -> tuple[Path, int]:
+        return self._files[index]
+
+
+class ImageNetCSource(_Files):
+    """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`."""
+
+    def __init__(self, name: str, path: str, geometry: Geometry, on_bad_image: OnBadImage = "raise") -> None:
+        super().__init__(name, geometry, on_bad_image)
+        self._root = _folder(path)
+        self.holds = tuple(n for n in corruption_names() if (self._root / n).is_dir())
+        if not self.holds:
+            raise InputError(f"{self._root} has no folder named after a corruption, such as gaussian_noise")
+        severities = sorted(p for p in (self._root / self.holds[0]).iterdir() if p.is_dir())
+        if not severities:
+            raise InputError(f"{self._root / self.holds[0]} has no severity folders 1 to 5")
+        layout = FolderSource(name, str(severities[-1]), geometry)
+        self.num_classes = layout.num_classes
+        self._files = [(file.relative_to(severities[-1]), label) for file, label in layout._files]
+
+    def __len__(self) -> int:
+        """Number of samples of one corruption."""
+        return len(self._files)
+
+    def _path(self, index: int, corruption: str | None, severity: int) -> tuple[Path, int]:
+        file, label = self._files[index]
+        return self._root / str(corruption) / str(severity) / file, label
+
+
+class CifarCSource(Source):
+    """The published layout `PATH/<corruption>.npy` and `PATH/labels.npy`: five severities of 10,000 images, one by one."""
+
+    def __init__(self, name: str, path: str, num_classes: int) -> None:
+        self.name, self.num_classes = name, num_classes
+        self._root = _folder(path)
+        self.holds = tuple(n for n in corruption_names() if (self._root / f"{n}.npy").is_file())
+        if not self.holds or not (self._root / "labels.npy").is_file():
+            raise InputError(f"{self._root} has no labels.npy or no <corruption>.npy; give the unpacked CIFAR-C folder")
+        labels = np.load(self._root / "labels.npy", allow_pickle=False)
+        self._arrays: dict[str, Any] = {}
+        if len(labels) % 5 or labels.ndim != 1 or not len(labels):
+            raise InputError(
+                f"labels.npy in {self._root} has shape {labels.shape}; it must be five severities of labels"
+            )
+        self._each = len(labels) // 5
+        self._labels = torch.from_numpy(labels.astype(np.int64))
+        if int(self._labels.max()) >= num_classes or int(self._labels.min()) < 0:
+            found = int(self._labels.max()) + 1
+            raise InputError(
+                f"labels.npy in {self._root} has {found} classes; {name.partition(':')[0]} has {num_classes}"
+            )
+
+    def __len__(self) -> int:
+        """Number of samples of one corruption and severity."""
+        return self._each
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Read from the memory-mapped array."""
+        name = str(corruption)
+        if name not in self._arrays:
+            array = np.load(self._root / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            if array.shape[0] != 5 * self._each or array.ndim != 4 or array.shape[3] != 3 or array.dtype != np.uint8:
+                raise InputError(
+                    f"{name}.npy has shape {array.shape} of {array.dtype}; it must be uint8 ({5 * self._each}, H, W, 3)"
+                )
+            self._arrays[name] = array
+        chosen = np.asarray(list(indices), dtype=np.int64)
+        rows = chosen + (severity - 1) * self._each
+        images = torch.from_numpy(np.ascontiguousarray(self._arrays[name][rows])).movedim(-1, 1).contiguous()
+        return Loaded(images, self._labels[torch.from_numpy(rows)], torch.from_numpy(chosen))
+
+
+class DatasetSource(Source):
+    """Any torch `Dataset` of (image, label) pairs; images are PIL pictures or uint8 tensors (3, H, W).
+
+    Example:
+        >>> data = [(torch.zeros(3, 32, 32, dtype=torch.uint8), 1), (torch.zeros(3, 32, 32, dtype=torch.uint8), 0)]
+        >>> DatasetSource(data, num_classes=2, name="mine").load([1]).labels
+        tensor([0])
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        num_classes: int,
+        name: str,
+        geometry: Geometry | None = None,
+    ) -> None:
+        self.name, self.num_classes, self._data, self._geometry = name, num_classes, dataset, geometry
+        if not len(dataset):  # type: ignore[arg-type]
+            raise InputError(f"the data set {name} is empty")
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._data)  # type: ignore[arg-type]
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Ask the data set, item by item."""
+        pairs = [self._data[int(i)] for i in indices]
+        images = torch.stack([self._tensor(image) for image, _ in pairs])
+        return Loaded(images, torch.tensor([int(label) for _, label in pairs]), torch.as_tensor(list(indices)))
+
+    def _tensor(self, image: Any) -> Tensor:
+        if isinstance(image, Tensor):
+            if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
+                raise InputError(
+                    f"an image of {self.name} is {image.dtype} of shape {tuple(image.shape)}; "
+                    "it must be a PIL picture or a uint8 tensor (3, H, W): leave normalisation to the benchmark"
+                )
+            return image
+        return _to_tensor(_square(image.convert("RGB"), self._geometry) if self._geometry else image.convert("RGB"))
+
+
+# ---- opening by specification ----
+
+
+def _open_torchvision(name: str, rest: str, geometry: Geometry, on_bad_image: OnBadImage) -> Source:
+    import torchvision.datasets
+
+    kind, _, root = rest.partition(":")
+    known = [n for n in torchvision.datasets.__all__ if n[0].isupper()]
+    if kind not in known:
+        raise unknown("torchvision data set", kind, known)
+    make = getattr(torchvision.datasets, kind)
+    attempts: list[dict[str, Any]] = [{"train": False}, {"split": "test"}, {"split": "val"}, {}]
+    for arguments in attempts:
+        try:
+            data = make(**({"root": root or "data"} if kind != "FakeData" else {"size": 64}), **arguments)
+            break
+        except TypeError:
+            continue
+        except (RuntimeError, OSError, ValueError) as error:
+            raise InputError(
+                f"torchvision's {kind} is not in {root or 'data'} ({str(error).splitlines()[0]}); download it there first, "
+                f"or name the folder: torchvision:{kind}:PATH"
+            ) from error
+    else:
+        raise InputError(f"torchvision's {kind} cannot be opened as a classification data set")
+    classes = len(data.classes) if hasattr(data, "classes") else getattr(data, "num_classes", None)
+    if classes is None:
+        raise InputError(
+            f"torchvision's {kind} does not say how many classes it has; wrap it in come.data.DatasetSource"
+        )
+    return DatasetSource(data, num_classes=classes, name=name, geometry=geometry)
+
+
+Opener = Callable[[str, str, Geometry, OnBadImage], Source]
+OPENERS: dict[str, tuple[str, Opener]] = {
+    "glyphs": ("glyphs[:SIZE]", lambda name, rest, *_: GlyphSource(name, _count(name, rest) if rest else 3000)),
+    "folder": ("folder:PATH", FolderSource),
+    "tiny-imagenet": ("tiny-imagenet:PATH", FolderSource),
+    "imagenet-c": ("imagenet-c:PATH", ImageNetCSource),
+    "cifar10-c": ("cifar10-c:PATH", lambda name, rest, *_: CifarCSource(name, rest, 10)),
+    "cifar100-c": ("cifar100-c:PATH", lambda name, rest, *_: CifarCSource(name, rest, 100)),
+    "torchvision": ("torchvision:NAME[:ROOT]", _open_torchvision),
+}
+DESCRIPTIONS: dict[str, str] = {
+    "glyphs": "embedded: 100 classes of characters, 32x32, drawn on the fly",
+    "folder": "one subfolder of images per class, corrupted on the fly",
+    "tiny-imagenet": "wnid/images/*.JPEG or wnid/*.JPEG, corrupted on the fly",
+    "imagenet-c": "the published layout corruption/severity/class/image",
+    "cifar10-c": "the published .npy files, 10 classes",
+    "cifar100-c": "the published .npy files, 100 classes",
+    "torchvision": "a data set of torchvision that is on disk",
+}
+
+
+def open_source(spec: str, geometry: Geometry | None = None, on_bad_image: OnBadImage = "raise") -> Source:
+    """Open a source by its specification, e.g. "glyphs", "folder:photos", "imagenet-c:/data/imagenet-c".
+
+    Args:
+        spec: kind and, after a colon, where it is; `come list data` shows the kinds.
+        geometry: how pictures become squares of the model's size.
+        on_bad_image: "raise" names the file; "skip" leaves the sample out and counts it.
+
+    Example:
+        >>> len(open_source("glyphs:500"))
+        500
+    """
+    kind, _, rest = spec.partition(":")
+    if kind not in OPENERS:
+        raise unknown("data", kind, OPENERS)
+    usage, opener = OPENERS[kind]
+    if not rest and "[" not in usage:
+        raise InputError(f"data {spec!r} lacks its path; write {usage}")
+    return opener(spec, rest, geometry or Geometry(), on_bad_image)
+
+
+def _count(spec: str, text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
+        raise InputError(f"{spec!r} asks for {text!r} images; write a number from 1 to 1000000, e.g. glyphs:3000")
+    return int(text)
+
+
+def _folder(path: str) -> Path:
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        state = "is not a folder" if root.exists() else "does not exist"
+        raise InputError(f"{root} {state}; give the folder that holds the images")
+    return root
+
+
+def _images_below(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_ENDINGS and file.is_file())
+
+
+def _decode(path: Path, geometry: Geometry) -> Tensor:
+    with Image.open(path) as picture:
+        return _to_tensor(_square(picture.convert("RGB"), geometry))
+
+
+def _to_tensor(picture: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(picture, dtype=np.uint8)).movedim(-1, 0).contiguous()
+
+
+RESAMPLING: dict[str, Image.Resampling] = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "nearest": Image.Resampling.NEAREST,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+def _square(picture: Image.Image, geometry: Geometry) -> Image.Image:
+    width, height = picture.size
+    if min(width, height) != geometry.size:
+        scale = geometry.resize / min(width, height)
+        method = RESAMPLING.get(geometry.interpolation, Image.Resampling.BILINEAR)
+        picture = picture.resize((max(1, round(width * scale)), max(1, round(height * scale))), method)
+        width, height = picture.size
+    left, top = (width - geometry.size) // 2, (height - geometry.size) // 2
+    return picture.crop((left, top, left + geometry.size, top + geometry.size))
