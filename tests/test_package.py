@@ -22,7 +22,7 @@ def run(code):
 def test_public_names():
     assert come.__all__ == [
         "ClosedError", "ComeError", "ConfigError", "InputError", "Method", "ModelError", "Objective", "Opinion", "Softmax",
-        "StateError", "Step", "adapt", "methods", "objectives", "optim", "select", "theory",
+        "StateError", "Step", "__version__", "adapt", "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
     assert come.__version__ == version("come-tta")
@@ -44,14 +44,20 @@ def test_importing_come_imports_no_more_than_it_needs():
 
 # What each module may import of `come`: the arrows of docs/architecture.md.
 LAYERS = [
-    ["errors"],
-    ["registry"],
-    ["objectives", "theory", "select", "optim"],
+    ["errors", "version"],
+    ["registry", "metrics", "inputs"],
+    ["objectives", "theory", "select", "optim", "corruptions"],
     ["batchnorm"],
     ["state"],
     ["method"],
     ["methods"],
     ["adapting", "testing"],
+    ["data", "models"],
+    ["settings"],
+    ["bench"],
+    ["report"],
+    ["cli"],
+    ["__main__"],
 ]
 
 

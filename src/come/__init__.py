@@ -14,8 +14,7 @@ from come.adapting import adapt
 from come.errors import ClosedError, ComeError, ConfigError, InputError, ModelError, StateError
 from come.method import Method, Step
 from come.objectives import Objective, Opinion, Softmax
-
-__version__ = "0.1.0"
+from come.version import __version__
 
 __all__ = [
     "ClosedError",
@@ -29,6 +28,7 @@ __all__ = [
     "Softmax",
     "StateError",
     "Step",
+    "__version__",
     "adapt",
     "methods",
     "objectives",

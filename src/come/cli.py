@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click import ClickException
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -338,11 +336,9 @@ def main() -> None:
     """Run the command line: one line and exit code 2 for what a user can mend, 130 for Ctrl-C."""
     debug = "--debug" in sys.argv
     try:
-        app(standalone_mode=False)
-    except KeyboardInterrupt:
-        _fail("interrupted; finished cells are kept: run the same command to go on", 130)
+        code = app(standalone_mode=False)
     except typer.Abort:
-        _fail("interrupted; finished cells are kept: run the same command to go on", 130)
+        code = 130
     except ComeError as error:
         if debug:
             raise
@@ -350,12 +346,14 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, ClickException):  # wrong options
-            _fail(error.format_message(), 2)
+        say = getattr(error, "format_message", None)  # typer's word on wrong options
+        if say is not None:
+            _fail(say(), 2)
         _fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; --debug shows more", 1)
+    if code == 130:
+        _fail("interrupted; finished cells are kept: run the same command to go on", 130)
 
 
 def _fail(message: str, code: int) -> None:
     print(f"error: {message}", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(code) if code == 130 else sys.exit(code)
+    sys.exit(code)

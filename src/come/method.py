@@ -23,15 +23,13 @@ from torch import Tensor, nn
 from come import objectives, optim, state
 from come.batchnorm import batch_norms, batch_statistics
 from come.errors import ClosedError, ConfigError, InputError, ModelError, require
+from come.inputs import Input, batch_size, checked, expected_dims, logits_of
 from come.objectives import Objective
 from come.optim import OptimizerFactory
 from come.select import Selector, norm_affine
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-"""A batch: a tensor, or a tuple or mapping of tensors that is handed on to the model as `model(*x)` or `model(**x)`."""
 
 
 class Step(NamedTuple):
@@ -178,14 +176,14 @@ class Method(ABC):
             inputs = (x,) if isinstance(x, Tensor) else x
             out = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
         except (RuntimeError, ValueError, IndexError) as error:
-            expected = _expected_dims(self._modules)
+            expected = expected_dims(self._modules)
             if isinstance(x, Tensor) and expected is not None and x.ndim != expected:
                 raise InputError(
                     f"the input has {x.ndim} dimensions, shape {tuple(x.shape)}, but the model's convolutions take "
                     f"{expected}, the batch first; for a single image pass x[None]"
                 ) from error
             raise
-        return _logits(out, _batch_size(x))
+        return logits_of(out, batch_size(x))
 
     def gradient(self, loss: Tensor) -> list[Tensor]:
         """Gradient of the scalar `loss` with respect to the adapted parameters, in their order."""
@@ -240,11 +238,11 @@ class Method(ABC):
                 f"this {self.name} adapter is closed and has given its model back; adapt() the model again"
             )
         x = checked(x)
-        self._lr = self.learning_rate(_batch_size(x))
+        self._lr = self.learning_rate(batch_size(x))
         self._follow_device()
         if any(module.training for module in self._modules):
             self.model.eval()
-        with self._running(_batch_size(x)):
+        with self._running(batch_size(x)):
             if self.episodic:
                 self.reset()
             for _ in range(self.steps):
@@ -425,66 +423,6 @@ def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -
             "normalisation layers with weights; or choose what adapts yourself, e.g. select=come.select.everything()"
         )
     return chosen
-
-
-def checked(x: Input) -> Input:
-    """`x` if it is a batch that can be handed to a model; inference tensors are copied, autograd cannot save them."""
-    if isinstance(x, Tensor):
-        if not x.is_floating_point():
-            raise InputError(
-                f"the input is {x.dtype}; it must be floating point: scale and normalise images first. Token ids and "
-                "the like go in a mapping or tuple, e.g. {'input_ids': x}"
-            )
-        if x.ndim < 2:
-            raise InputError(f"the input has {x.ndim} dimension(s), shape {tuple(x.shape)}; the first one is the batch")
-    elif not isinstance(x, (tuple, list, Mapping)):
-        raise InputError(f"the input is a {type(x).__name__}; give a tensor, or a tuple or mapping of tensors")
-    if _batch_size(x) < 1:
-        raise InputError("the batch is empty; skip it")
-    if isinstance(x, Mapping):
-        return {key: _usable(value) for key, value in x.items()}
-    return _usable(x) if isinstance(x, Tensor) else tuple(_usable(value) for value in x)
-
-
-def _usable(value: Any) -> Any:
-    with torch.inference_mode(False):
-        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
-def _batch_size(x: Input) -> int:
-    if isinstance(x, Tensor):
-        return x.shape[0]
-    for value in x.values() if isinstance(x, Mapping) else x:
-        if isinstance(value, Tensor) and value.ndim >= 1:
-            return value.shape[0]
-    raise InputError(f"the {type(x).__name__} holds no batched tensor; give a tensor, or a tuple or mapping of tensors")
-
-
-def _logits(out: Any, batch: int) -> Tensor:
-    """The logits in what a model returned, checked."""
-    if isinstance(out, Mapping) and "logits" in out:
-        logits = out["logits"]
-    else:
-        logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
-    if not isinstance(logits, Tensor):
-        raise InputError(
-            f"the model returned a {type(out).__name__}; it must be a tensor (B, K) or have `logits`: wrap the model in a "
-            "module that returns them"
-        )
-    if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2 or not logits.is_floating_point():
-        raise InputError(
-            f"the model returned {logits.dtype} of shape {tuple(logits.shape)} for a batch of {batch}; it must be floating "
-            f"point of shape ({batch}, K) with K >= 2 classes"
-        )
-    return logits
-
-
-def _expected_dims(modules: list[nn.Module]) -> int | None:
-    for module in modules:
-        for dims, kind in ((3, nn.Conv1d), (4, nn.Conv2d), (5, nn.Conv3d)):
-            if isinstance(module, kind):
-                return dims
-    return None
 
 
 # ---- giving the model back ----

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from come.errors import ComeError, InputError, unknown
-from come.method import Input, Method, Step
+from come.inputs import Input
+from come.method import Method, Step
 from come.objectives import Objective
 
 MethodFactory = Callable[[nn.Module], Method]

@@ -21,10 +21,10 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from come import __version__
 from come.bench.cell import Cell, Rows
 from come.data.streams import Stream
 from come.errors import StateError
+from come.version import __version__
 
 FORMAT = "come-run-1"
 

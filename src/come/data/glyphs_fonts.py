@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from come.errors import InputError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -107,8 +108,7 @@ def find_fonts(folder: str | os.PathLike[str] | None = None) -> Path:
     else in the installed matplotlib (which is not imported).
 
     Raises:
-        ImportError: no folder is named and matplotlib is not installed.
-        FileNotFoundError: a font is missing from the folder.
+        InputError: no folder is named and matplotlib is not installed, or a font is missing from the folder.
     """
     chosen = folder if folder is not None else os.environ.get(ENVIRONMENT) or None
     if chosen is not None:
@@ -116,14 +116,14 @@ def find_fonts(folder: str | os.PathLike[str] | None = None) -> Path:
     else:
         spec = importlib.util.find_spec("matplotlib")
         if spec is None or spec.origin is None:
-            raise ImportError(
+            raise InputError(
                 f"the glyphs data set draws with the fonts that ship with matplotlib, which is missing; "
                 f"run: {INSTALL}, or name a folder with these fonts in {ENVIRONMENT}"
             )
         path = Path(spec.origin).parent / "mpl-data" / "fonts" / "ttf"
     missing = [font.name + ".ttf" for font in FONTS if not (path / f"{font.name}.ttf").is_file()]
     if missing:
-        raise FileNotFoundError(
+        raise InputError(
             f"{len(missing)} of {len(FONTS)} fonts are missing from {str(path)!r} (first: {missing[0]!r}); "
             f"give the folder matplotlib/mpl-data/fonts/ttf of an installed matplotlib, or run: {INSTALL}"
         )
@@ -131,46 +131,11 @@ def find_fonts(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def coverage(file: str | os.PathLike[str]) -> frozenset[int]:
-    """Code points of the basic multilingual plane for which a TrueType font has a glyph.
+    """Code points for which a font has a glyph other than the replacement box."""
+    from fontTools.ttLib import TTFont
 
-    Reads the ``cmap`` table's Windows Unicode subtable (format 4); a code point that maps to glyph 0 (the
-    replacement box) does not count.
-    """
-    data = Path(file).read_bytes()
-    tables = struct.unpack_from(">H", data, 4)[0]
-    records = (struct.unpack_from(">4sLLL", data, 12 + 16 * i) for i in range(tables))
-    cmap = next((offset for tag, _, offset, _ in records if tag == b"cmap"), None)
-    if cmap is None:
-        raise ValueError(f"{str(file)!r} has no cmap table; give a TrueType font")
-    for i in range(struct.unpack_from(">H", data, cmap + 2)[0]):
-        platform, encoding, offset = struct.unpack_from(">HHL", data, cmap + 4 + 8 * i)
-        start = cmap + offset
-        if (platform, encoding) == (3, 1) and struct.unpack_from(">H", data, start)[0] == 4:
-            return frozenset(_format4(data, start))
-    raise ValueError(f"{str(file)!r} has no Unicode map of format 4; give one of matplotlib's fonts")
-
-
-def _format4(data: bytes, start: int) -> list[int]:
-    """Code points that a format 4 character map at byte ``start`` sends to a glyph other than 0."""
-    double = struct.unpack_from(">H", data, start + 6)[0]
-    count = double // 2
-    ends = struct.unpack_from(f">{count}H", data, start + 14)
-    starts = struct.unpack_from(f">{count}H", data, start + 16 + double)
-    deltas = struct.unpack_from(f">{count}H", data, start + 16 + 2 * double)
-    places = start + 16 + 3 * double
-    offsets = struct.unpack_from(f">{count}H", data, places)
-    found = []
-    for k in range(count):
-        for code in range(starts[k], min(ends[k], 0xFFFE) + 1):
-            glyph = code
-            if offsets[k]:
-                place = places + 2 * k + offsets[k] + 2 * (code - starts[k])
-                glyph = struct.unpack_from(">H", data, place)[0]
-                if glyph == 0:
-                    continue
-            if (glyph + deltas[k]) & 0xFFFF:
-                found.append(code)
-    return found
+    with TTFont(file, lazy=True) as font:
+        return frozenset(font.getBestCmap())
 
 
 @lru_cache(maxsize=4)
@@ -191,10 +156,6 @@ class Atlas:
     """
 
     def __init__(self, characters: tuple[str, ...], folder: Path) -> None:
-        try:
-            import PIL.ImageFont  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"the glyphs data set draws with Pillow, which is missing; run: {INSTALL}") from error
         covered = _covered(folder)
         self.folder = folder
         self.slots: list[tuple[str, Font, int]] = []

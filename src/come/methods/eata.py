@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
-from come.method import Common, Input, Method, Step, checked, masked_mean
+from come.inputs import Input, checked
+from come.method import Common, Method, Step, masked_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

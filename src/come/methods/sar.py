@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from come.errors import require
-from come.method import Common, Input, Method, Step, masked_mean
+from come.inputs import Input
+from come.method import Common, Method, Step, masked_mean
 from come.select import norm_affine
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ Adapts nothing; needs nothing; one forward per batch.
 
 from __future__ import annotations
 
-from come.method import Input, Method, Step
+from come.inputs import Input
+from come.method import Method, Step
 from come.select import nothing
 
 

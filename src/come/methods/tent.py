@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from come.errors import require
-from come.method import Common, Input, Method, Step, masked_mean
+from come.inputs import Input
+from come.method import Common, Method, Step, masked_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

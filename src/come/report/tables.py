@@ -37,7 +37,7 @@ class Entry:
         """As it is printed: 52.1, 52.1±0.3, △1.2, ▽0.6, 0.1."""
         if self.change:
             mark = "" if self.change == "same" else "△" if self.mean > 0 else "▽"
-            return f"{mark}{abs(self.mean):.1f}" if mark else f"{self.mean:+.1f}"
+            return f"{mark}{abs(self.mean):.1f}" if mark else f"{self.mean + 0.0:+.1f}"
         return f"{self.mean:.1f}" if self.spread is None else f"{self.mean:.1f}±{self.spread:.1f}"
 
 

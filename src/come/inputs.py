@@ -1,0 +1,76 @@
+"""What goes into a model and what comes out of it, checked before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from come.errors import InputError
+
+Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+"""A batch: a tensor, or a tuple or mapping of tensors that is handed on to the model as `model(*x)` or `model(**x)`."""
+
+
+def checked(x: Input) -> Input:
+    """`x` if it is a batch that can be handed to a model; inference tensors are copied, autograd cannot save them."""
+    if isinstance(x, Tensor):
+        if not x.is_floating_point():
+            raise InputError(
+                f"the input is {x.dtype}; it must be floating point: scale and normalise images first. Token ids and "
+                "the like go in a mapping or tuple, e.g. {'input_ids': x}"
+            )
+        if x.ndim < 2:
+            raise InputError(f"the input has {x.ndim} dimension(s), shape {tuple(x.shape)}; the first one is the batch")
+    elif not isinstance(x, (tuple, list, Mapping)):
+        raise InputError(f"the input is a {type(x).__name__}; give a tensor, or a tuple or mapping of tensors")
+    if batch_size(x) < 1:
+        raise InputError("the batch is empty; skip it")
+    if isinstance(x, Mapping):
+        return {key: _usable(value) for key, value in x.items()}
+    return _usable(x) if isinstance(x, Tensor) else tuple(_usable(value) for value in x)
+
+
+def _usable(value: Any) -> Any:
+    with torch.inference_mode(False):
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+
+def batch_size(x: Input) -> int:
+    """Number of samples: the length of the first batched tensor."""
+    if isinstance(x, Tensor):
+        return x.shape[0]
+    for value in x.values() if isinstance(x, Mapping) else x:
+        if isinstance(value, Tensor) and value.ndim >= 1:
+            return value.shape[0]
+    raise InputError(f"the {type(x).__name__} holds no batched tensor; give a tensor, or a tuple or mapping of tensors")
+
+
+def logits_of(out: Any, batch: int) -> Tensor:
+    """The logits in what a model returned, checked."""
+    if isinstance(out, Mapping) and "logits" in out:
+        logits = out["logits"]
+    else:
+        logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise InputError(
+            f"the model returned a {type(out).__name__}; it must be a tensor (B, K) or have `logits`: wrap the model in a "
+            "module that returns them"
+        )
+    if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2 or not logits.is_floating_point():
+        raise InputError(
+            f"the model returned {logits.dtype} of shape {tuple(logits.shape)} for a batch of {batch}; it must be floating "
+            f"point of shape ({batch}, K) with K >= 2 classes"
+        )
+    return logits
+
+
+def expected_dims(modules: list[nn.Module]) -> int | None:
+    """How many dimensions the first convolution takes, the batch included; None without one."""
+    for module in modules:
+        for dims, kind in ((3, nn.Conv1d), (4, nn.Conv2d), (5, nn.Conv3d)):
+            if isinstance(module, kind):
+                return dims
+    return None

@@ -1,0 +1,188 @@
+"""Sources for every layout, what they refuse, and streams that can be replayed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import come
+from come.corruptions import corrupt
+from come.data import Account, DatasetSource, Geometry, GlyphSource, Stream, batches, open_source
+from come.models import Preprocess
+
+SMALL = Geometry(size=32, resize=36)
+
+
+def picture(seed, size=(40, 48)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes with three pictures each, in a folder whose name needs escaping."""
+    root = tmp_path / "photos [1] <b>"
+    for k, name in enumerate(("cat", "dog")):
+        (root / name).mkdir(parents=True)
+        for i in range(3):
+            picture(10 * k + i).save(root / name / f"{i}.png")
+    return root
+
+
+def test_folder(folder):
+    source = open_source(f"folder:{folder}", SMALL)
+    assert (len(source), source.num_classes) == (6, 2)
+    loaded = source.load([5, 0])
+    assert loaded.images.shape == (2, 3, 32, 32)
+    assert loaded.images.dtype == torch.uint8
+    assert loaded.labels.tolist() == [1, 0]
+    assert source.source_images(2).shape == (2, 3, 32, 32)
+
+
+def test_a_picture_of_the_right_size_is_not_resampled(folder):
+    exact = picture(99, (32, 32))
+    exact.save(folder / "cat" / "exact.png")
+    source = open_source(f"folder:{folder}", SMALL)
+    loaded = source.load([3]).images[0]
+    assert np.array_equal(loaded.permute(1, 2, 0).numpy(), np.array(exact))
+
+
+def test_tiny_imagenet_layout(tmp_path):
+    for name in ("n01", "n02"):
+        (tmp_path / name / "images").mkdir(parents=True)
+        picture(1, (64, 64)).save(tmp_path / name / "images" / "a.JPEG")
+    assert len(open_source(f"tiny-imagenet:{tmp_path}", SMALL)) == 2
+
+
+def test_imagenet_c(tmp_path):
+    for corruption in ("fog", "snow"):
+        for severity in (3, 5):
+            place = tmp_path / corruption / str(severity) / "n01"
+            place.mkdir(parents=True)
+            picture(severity, (32, 32)).save(place / "a.png")
+    source = open_source(f"imagenet-c:{tmp_path}", SMALL)
+    assert source.holds == ("snow", "fog")
+    three, five = (source.load([0], "fog", s).images for s in (3, 5))
+    assert not torch.equal(three, five)
+    with pytest.raises(come.InputError, match="holds corrupted images only; give clean source images"):
+        source.source_images(1)
+
+
+def test_cifar_c(tmp_path):
+    rng = np.random.default_rng(0)
+    array = rng.integers(0, 256, (5 * 4, 32, 32, 3), dtype=np.uint8)
+    np.save(tmp_path / "fog.npy", array)
+    np.save(tmp_path / "labels.npy", np.tile(np.array([0, 1, 2, 9]), 5))
+    source = open_source(f"cifar10-c:{tmp_path}")
+    assert (len(source), source.holds) == (4, ("fog",))
+    loaded = source.load([3, 1], "fog", 2)
+    assert np.array_equal(loaded.images.permute(0, 2, 3, 1).numpy(), array[[4 + 3, 4 + 1]])
+    assert loaded.labels.tolist() == [9, 1]
+    np.save(tmp_path / "labels.npy", np.tile(np.array([0, 1, 2, 10]), 5))
+    with pytest.raises(come.InputError, match="has 11 classes; cifar10-c has 10"):
+        open_source(f"cifar10-c:{tmp_path}")
+    np.save(tmp_path / "labels.npy", np.zeros(7))
+    with pytest.raises(come.InputError, match="five severities"):
+        open_source(f"cifar10-c:{tmp_path}")
+
+
+def test_torchvision_and_plain_data_sets():
+    source = open_source("torchvision:FakeData", SMALL)
+    assert source.num_classes == 10
+    assert source.load([0, 1]).images.shape == (2, 3, 32, 32)
+    with pytest.raises(come.ConfigError, match="did you mean 'CIFAR10'"):
+        open_source("torchvision:CIFAR11")
+    with pytest.raises(come.InputError, match="torchvision's CIFAR10 is not in nowhere"):
+        open_source("torchvision:CIFAR10:nowhere")
+    mine = DatasetSource([(torch.zeros(3, 8, 8), 0)], num_classes=2, name="mine")
+    with pytest.raises(come.InputError, match="leave normalisation to the benchmark"):
+        mine.load([0])
+    with pytest.raises(come.InputError, match="is empty"):
+        DatasetSource([], num_classes=2, name="mine")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("folder", "lacks its path; write folder:PATH"),
+        ("folder:/does/not/exist", "does not exist; give the folder"),
+        ("folder:{file}", "is not a folder"),
+        ("folder:{empty}", "has no subfolders"),
+        ("folder:{bare}", "1 class folders but no image"),
+        ("imagenet-c:{empty}", "no folder named after a corruption"),
+        ("cifar10-c:{empty}", "no labels.npy"),
+        ("fodler:x", "no data 'fodler'; did you mean 'folder'"),
+        ("glyphs:many", "asks for 'many' images; write a number"),
+        ("glyphs:0", "asks for '0' images"),
+    ],
+)
+def test_bad_specifications(spec, message, tmp_path):
+    places = {"file": tmp_path / "file", "empty": tmp_path / "empty", "bare": tmp_path / "bare"}
+    places["file"].touch()
+    places["empty"].mkdir()
+    (places["bare"] / "cat").mkdir(parents=True)
+    with pytest.raises(come.ComeError, match=message):
+        open_source(spec.format(**places))
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"no image at all", lambda b: b""])
+def test_bad_images_are_named_or_skipped_and_counted(folder, damage):
+    bad = folder / "cat" / "1.png"
+    bad.write_bytes(damage(bad.read_bytes()))
+    with pytest.raises(come.InputError, match=r"cannot read .*cat/1\.png: .*--on-bad-image skip"):
+        open_source(f"folder:{folder}", SMALL).load([0, 1, 2])
+    loaded = open_source(f"folder:{folder}", SMALL, "skip").load([0, 1, 2])
+    assert loaded.indices.tolist() == [0, 2]
+    assert loaded.bad == 1
+    assert open_source(f"folder:{folder}", SMALL, "skip").load([1]).images.shape == (0, 3, 32, 32)
+
+
+def test_workers_and_batch_size_change_nothing(folder):
+    source = open_source(f"folder:{folder}", SMALL)
+    stream = Stream.shuffled(source.name, len(source), corruption="gaussian_noise", severity=5, seed=3)
+    found = []
+    for batch_size, workers in ((2, 0), (2, 2), (6, 0), (1, 0)):
+        account = Account()
+        made = list(batches(source, stream, Preprocess(32), batch_size=batch_size, workers=workers, account=account))
+        found.append(torch.cat([b.images for b in made]))
+        assert torch.cat([b.indices for b in made]).tolist() == list(stream.order)
+        assert account.waited > 0
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_the_stream_is_corrupted_by_the_identity_of_each_image():
+    source = GlyphSource(size=8)
+    stream = Stream("glyphs", (5, 2), "fog", 3, 7)
+    (batch,) = batches(source, stream, Preprocess(32))
+    expected = corrupt(source.load([2]).images, "fog", 3, seed=7, index=torch.tensor([2]))
+    assert torch.equal(batch.images[1:], Preprocess(32)(expected))
+
+
+def test_streams_are_written_down_and_read_back(tmp_path):
+    stream = Stream.shuffled("glyphs", 20, corruption="fog", severity=2, seed=5)
+    stream.save(tmp_path / "stream.json")
+    assert Stream.load(tmp_path / "stream.json") == stream
+    assert sorted(stream.order) == list(range(20))
+    assert Stream.shuffled("glyphs", 20, corruption="fog", severity=2, seed=6).order != stream.order
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", json.dumps({"format": "come-stream-1"}), json.dumps({"format": "come-stream-9", "order": []})],
+)
+def test_foreign_manifests_are_refused(tmp_path, text):
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(come.InputError, match="give a manifest that come wrote"):
+        Stream.load(tmp_path / "s.json")
+
+
+def test_bad_streams():
+    with pytest.raises(come.ConfigError, match="severity is 6; it must be from 1 to 5"):
+        Stream("glyphs", (0,), "fog", 6, 0)
+    with pytest.raises(come.ConfigError, match="did you mean 'fog'"):
+        Stream("glyphs", (0,), "fogg", 5, 0)
+    with pytest.raises(come.ConfigError, match="order is"):
+        Stream("glyphs", (-1,), "fog", 5, 0)

@@ -1,0 +1,209 @@
+"""The command line as a user meets it: help, lists, tables in 80 columns, and one line for each mistake."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import come
+from come import cli
+from come.bench.store import Record
+from come.report import results_table, to_markdown, to_rich
+
+
+def call(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["come", *arguments])
+    monkeypatch.setenv("COLUMNS", "80")
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def test_bench_prints_a_table_and_writes_a_report(tmp_path, monkeypatch, capsys):
+    arguments = (
+        *("bench", "--methods", "source,tent", "--corruptions", "fog,contrast", "--limit", "128", "--seeds", "0,1"),
+        *("--set", "tent.lr=1e-3", "--out", str(tmp_path / "run")),
+    )
+    code, out, err = call(monkeypatch, capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert "Fog" in out
+    assert "Improve" in out
+    assert "±" in out
+    assert max(len(line) for line in out.splitlines() if "report.md" not in line) <= 80
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "|tent + come|" in report
+    assert "come bench --methods" in report
+    code, out, _ = call(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert out.count("(done before)") == 12
+
+
+def test_a_configuration_file_and_options_over_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "c.toml").write_text(
+        'methods = ["tent"]\ncorruptions = ["fog"]\nbatch-size = 32\nlimit = 64\n[set.tent]\nlr = 0.01\n'
+    )
+    code, out, err = call(
+        monkeypatch, capsys, "bench", "--config", str(tmp_path / "c.toml"), "--objectives", "come", "--dry-run"
+    )
+    assert (code, err) == (0, "")
+    assert "lr=0.01" in out
+    assert "1 cells of 64 images" in out
+    assert "batch 32" in " ".join(out.split())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_presets(monkeypatch, capsys):
+    _, quick, _ = call(monkeypatch, capsys, "bench", "--dry-run")
+    assert "32 cells" in quick
+    _, standard, _ = call(monkeypatch, capsys, "bench", "--preset", "standard", "--dry-run")
+    assert "120 cells" in standard
+    _, every, _ = call(monkeypatch, capsys, "bench", "--methods", "all", "--corruptions", "all", "--dry-run")
+    assert "spatter" in every
+
+
+@pytest.mark.parametrize("kind", cli.LISTS)
+def test_lists(kind, monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "list", kind)
+    assert code == 0
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+    wanted = {"methods": come.methods.names(), "objectives": ["em", "come"], "settings": ["standard"]}
+    assert all(name in out for name in wanted.get(kind, []))
+
+
+def test_help(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "--help")
+    assert code == 0
+    assert "come bench" in out
+    code, out, _ = call(monkeypatch, capsys, "bench", "--help")
+    assert code == 0
+    assert "--corruptions" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+    code, out, _ = call(monkeypatch, capsys, "--version")
+    assert (code, out.strip()) == (0, f"come {come.__version__}")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.fromarray(np.zeros((32, 32, 3), dtype=np.uint8)).save(tmp_path / "photos" / name / "1.png")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.toml").write_text("methods = [")
+    (tmp_path / "unknown.toml").write_text("method = ['tent']")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"format": "come-run-1", "come": "9.9"}')
+    (tmp_path / "file").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "tnet"], "no method 'tnet'; did you mean 'tent'?"),
+        (["--objectives", "cme"], "did you mean 'come'"),
+        (["--corruptions", "fogg"], "no corruption 'fogg'; did you mean 'fog'?"),
+        (["--model", "glyphs-vti"], "did you mean 'glyphs-vit'"),
+        (["--data", "glyps"], "did you mean 'glyphs'"),
+        (["--setting", "standrad"], "did you mean 'standard'"),
+        (["--preset", "quik"], "did you mean 'quick'"),
+        (["--severity", "0"], "severity is 0; it must be from 1 to 5"),
+        (["--severity", "6"], "severity is 6; it must be from 1 to 5"),
+        (["--severity", "five"], "Invalid value for '--severity'"),
+        (["--seeds", "0,x"], "seeds is 'x'; it must be whole numbers"),
+        (["--batch-size", "0"], "batch-size is 0; it must be at least 1"),
+        (["--set", "tent.lrr=1"], "did you mean 'lr'"),
+        (["--set", "lr=1"], "is not METHOD.NAME=VALUE"),
+        (["--set", "tent.lr=-1"], "lr is -1; it must be a positive number"),
+        (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
+        (["--device", "tpu"], "device 'tpu' cannot be used here"),
+        (["--normalisation", "imagnet"], "did you mean 'imagenet'"),
+        (["--on-bad-image", "ignore"], "no value of --on-bad-image 'ignore'"),
+        (["--data", "folder:{0}/nowhere"], "nowhere does not exist; give the folder"),
+        (["--data", "folder:{0}/empty"], "empty has no subfolders"),
+        (["--data", "folder:{0}/photos"], "has 2 classes, glyphs-vit has 100"),
+        (["--config", "{0}/broken.toml"], "cannot read the configuration"),
+        (["--config", "{0}/unknown.toml"], "no option in"),
+        (["--config", "{0}/none.toml"], "cannot read the configuration"),
+        (["--stream", "{0}/none.json"], "cannot read the stream"),
+        (["--out", "{0}/other"], "was written by come 9.9"),
+        (["--out", "{0}/file/run"], "cannot write to the run folder"),
+        (["--out", "{0}/photos"], "is not empty and not a run of come"),
+        (["--nonsense"], "No such option: --nonsense"),
+    ],
+)
+def test_mistakes_get_one_line_and_code_2(arguments, message, photos, monkeypatch, capsys):
+    monkeypatch.chdir(photos)
+    filled = [a.format(photos) for a in arguments]
+    code, out, err = call(monkeypatch, capsys, "bench", "--limit", "8", "--methods", "tent", *filled)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert len(err.strip().splitlines()) == 1, err
+    assert message in err
+    assert "Traceback" not in out + err
+    assert not (photos / "runs").exists() or not list((photos / "runs").glob("*/cells/*.json"))
+
+
+def test_debug_shows_the_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["come", "bench", "--methods", "tnet", "--debug"])
+    with pytest.raises(come.ConfigError):
+        cli.main()
+    code, _, err = call(monkeypatch, capsys, "list", "method")
+    assert (code, "did you mean 'methods'" in err) == (2, True)
+
+
+def test_without_the_extra_the_install_command_is_named():
+    code = "import sys; sys.modules['typer'] = None; sys.argv = ['come']; import come.__main__ as m; m.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert 'pip install "come-tta[bench]"' in done.stderr
+
+
+def record(method, objective, accuracies, fpr, seed=0):
+    metrics = {d: {"accuracy": a / 100, "fpr": fpr / 100, "samples": 10, "used": 1.0} for d, a in accuracies.items()}
+    return Record("k", {"method": method, "objective": objective, "seed": seed}, {"metrics": metrics}, {})
+
+
+def test_the_table_has_the_form_of_the_paper():
+    table = results_table(
+        [
+            record("source", "em", {"fog": 50.0, "snow": 40.0}, 60),
+            record("tent", "em", {"fog": 60.0, "snow": 40.0}, 70),
+            record("tent", "come", {"fog": 60.4, "snow": 39.5}, 65),
+        ]
+    )
+    assert table.columns == ("Fog", "Snow", "Acc↑", "FPR↓")
+    assert [row.objective for row in table.rows] == ["", "em", "come", "improve"]
+    improve = table.rows[-1].entries
+    assert [str(e) for e in improve] == ["+0.4", "▽0.5", "+0.0", "▽5.0"]
+    assert [e.change for e in improve] == ["same", "worse", "same", "better"]
+    assert "|tent + come|60.4|39.5|" in to_markdown(table)
+
+
+def test_several_seeds_give_mean_and_deviation():
+    table = results_table([record("source", "em", {"fog": a}, 50, seed) for seed, a in enumerate((40.0, 50.0))])
+    assert str(table.rows[0].entries[0]) == "45.0±7.1"
+
+
+def test_wide_tables_are_cut_to_the_terminal():
+    from rich.console import Console
+
+    names = come.corruptions.names("standard")
+    rows = [
+        record(m, o, dict.fromkeys(names, 50.0), 50, s) for m in ("tent", "sar") for o in ("em", "come") for s in (0, 1)
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    for part in to_rich(results_table(rows), 80):
+        console.print(part)
+    text = console.export_text()
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+    assert text.count("±") == 4 * 17
