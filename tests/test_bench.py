@@ -10,8 +10,10 @@ import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import come
 from come import models
@@ -135,6 +137,22 @@ def test_your_own_data_and_model(tmp_path):
     assert records[0].result["samples"] == 40
 
 
+def test_skipped_images_are_counted_in_the_record(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(np.full((8, 8, 3), 40 * i, dtype=np.uint8)).save(tmp_path / "photos" / name / f"{i}.png")
+    (tmp_path / "photos" / "a" / "2.png").write_bytes(b"broken")
+    module = TinyClassifier(torch.nn.BatchNorm2d)
+    module.head = torch.nn.Linear(8, 2)
+    model = models.Model("mine", module, models.Preprocess(8, 8), num_classes=2)
+    plan = replace(SMALL, model="mine", data=f"folder:{tmp_path / 'photos'}", limit=None)
+    records = Bench(plan, model=model, on_bad_image="skip").run(RunFolder(tmp_path / "run"))
+    assert [(r.result["samples"], r.result["bad_images"]) for r in records] == [(7, 1)] * 6
+    with pytest.raises(come.InputError, match=r"a/2\.png"):
+        Bench(plan, model=model).run(RunFolder(tmp_path / "other"))
+
+
 def test_class_counts_that_do_not_fit_are_both_named():
     source = DatasetSource([(torch.zeros(3, 32, 32, dtype=torch.uint8), 0)], num_classes=3, name="mine")
     with pytest.raises(come.InputError, match="mine has 3 classes, glyphs-vit has 100"):
@@ -221,7 +239,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(tmp_path, monkeypatch):
 
 def test_a_model_is_given_back_after_an_error(tmp_path, monkeypatch):
     bench = Bench(SMALL)
-    before = {k: v.clone() for k, v in bench.model.module.state_dict().items()}
+    before = {k: v.clone() for k, v in bench._model.module.state_dict().items()}
 
     class Stops(Progress):
         def finish(self, cell, record, resumed):
@@ -230,7 +248,7 @@ def test_a_model_is_given_back_after_an_error(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         bench.run(RunFolder(tmp_path), Stops())
-    assert all(torch.equal(v, before[k]) for k, v in bench.model.module.state_dict().items())
+    assert all(torch.equal(v, before[k]) for k, v in bench._model.module.state_dict().items())
 
 
 COMMAND = [

@@ -67,29 +67,33 @@ class Bench:
                 f"device {self.device!r} cannot be used here ({str(error).splitlines()[0]}); use cpu, or cuda on a GPU machine"
             ) from error
         plan = self.plan
-        self.model = self.model or models.load(plan.model, checkpoint=plan.checkpoint, normalisation=plan.normalisation)
-        self.model.module.to(self._device)
-        preprocess = self.model.preprocess
+        self._model = self.model or models.load(
+            plan.model, checkpoint=plan.checkpoint, normalisation=plan.normalisation
+        )
+        self._model.module.to(self._device)
+        preprocess = self._model.preprocess
         self._geometry = Geometry(preprocess.size, preprocess.resize, preprocess.interpolation)
-        self.source = self.source or open_source(plan.data, self._geometry, self.on_bad_image)
-        if self.source.num_classes != self.model.num_classes:
+        self._source = self.source or open_source(plan.data, self._geometry, self.on_bad_image)
+        if self._source.num_classes != self._model.num_classes:
             raise InputError(
-                f"{self.source.name} has {self.source.num_classes} classes, {self.model.name} has "
-                f"{self.model.num_classes}; choose a model and data that belong together"
+                f"{self._source.name} has {self._source.num_classes} classes, {self._model.name} has "
+                f"{self._model.num_classes}; choose a model and data that belong together"
             )
-        held = self.source.holds
+        held = self._source.holds
         missing = [] if held is None else [name for name in plan.corruptions if name not in held]
         if missing:
-            raise InputError(f"{self.source.name} does not hold {', '.join(missing)}; it holds {', '.join(held or ())}")
+            raise InputError(
+                f"{self._source.name} does not hold {', '.join(missing)}; it holds {', '.join(held or ())}"
+            )
         replay = None
         if self.streams:
             replay = hashlib.sha256(repr(sorted(self.streams, key=repr)).encode()).hexdigest()[:16]
-        self.cells: list[Cell] = [replace(cell, replay=replay) for cell in plan.cells(len(self.source))]
+        self.cells: list[Cell] = [replace(cell, replay=replay) for cell in plan.cells(len(self._source))]
         for stream in self.streams or []:
-            if stream.data != plan.data or (stream.order and max(stream.order) >= len(self.source)):
+            if stream.data != plan.data or (stream.order and max(stream.order) >= len(self._source)):
                 raise InputError(
                     f"the stream is of {stream.data!r} up to index {max(stream.order, default=0)}, the data is {plan.data!r} "
-                    f"with {len(self.source)} samples; replay it on the data it was made from"
+                    f"with {len(self._source)} samples; replay it on the data it was made from"
                 )
         self._adapter: tuple[tuple[str, str, str], Method] | None = None
 
@@ -131,8 +135,6 @@ class Bench:
         return True
 
     def _run(self, cell: Cell, folder: RunFolder, progress: Progress) -> Record:
-        assert self.model is not None
-        assert self.source is not None
         streams = self._replayed(cell) if self.streams else [episode.stream for episode in cell.episodes()]
         for stream in streams:
             folder.write_stream(stream)
@@ -140,8 +142,8 @@ class Bench:
         rows, result = run_cell(
             cell,
             self._method(cell),
-            self.model,
-            self.source,
+            self._model,
+            self._source,
             device=self._device,
             workers=self.workers,
             streams=streams if self.streams else None,
@@ -157,23 +159,20 @@ class Bench:
 
     def _method(self, cell: Cell) -> Method:
         """The adapter for a cell: the last one again, reset, if it is the same; building EATA's Fisher matrix costs."""
-        assert self.model is not None
         if self._adapter is not None and self._adapter[0] != cell.adapter:
             self.release()
         if self._adapter is None:
             arguments = dict(cell.hyper)
             if "source" in get_method(cell.method).hyperparameters():
                 arguments["source"] = list(self._source_batches(cell))
-            method = adapt(self.model.module, cell.method, cell.objective, **arguments)
+            method = adapt(self._model.module, cell.method, cell.objective, **arguments)
             self._adapter = (cell.adapter, method)
         return self._adapter[1]
 
     def _source_batches(self, cell: Cell) -> Iterable[torch.Tensor]:
-        assert self.model is not None
-        assert self.source is not None
-        clean = open_source(cell.source_data, self._geometry, self.on_bad_image) if cell.source_data else self.source
+        clean = open_source(cell.source_data, self._geometry, self.on_bad_image) if cell.source_data else self._source
         for images in torch.split(clean.source_images(cell.source_size), 64):
-            yield self.model.preprocess(images.to(self._device))
+            yield self._model.preprocess(images.to(self._device))
 
 
 def run(

@@ -125,11 +125,12 @@ def to_rich(table: Table, width: int) -> list[RichTable]:
         max([len(head), *(len(str(row.entries[i] or "")) for row in table.rows)]) + 2
         for i, head in enumerate(table.columns)
     ]
+    units = [[i] for i in range(len(sizes) - 2)] + [[len(sizes) - 2, len(sizes) - 1]]  # the two averages stay together
     pieces: list[list[int]] = [[]]
-    for i, size in enumerate(sizes):
-        if pieces[-1] and first + 4 + sum(sizes[j] + 1 for j in pieces[-1]) + size + 1 > width:
+    for unit in units:
+        if pieces[-1] and first + 4 + sum(sizes[j] + 1 for j in [*pieces[-1], *unit]) > width:
             pieces.append([])
-        pieces[-1].append(i)
+        pieces[-1] += unit
     drawn = []
     for number, piece in enumerate(pieces):
         part = RichTable(title=table.title if not number else None, box=box.SIMPLE_HEAD, title_justify="left")
