@@ -1,6 +1,6 @@
 """The embedded benchmark data set: 100 classes of characters, drawn on the fly, nothing to download.
 
-An image shows one character in one of 21 fonts, in a random size, place, rotation, shear, weight and colour,
+An image shows one character in one of 20 fonts, in a random size, place, rotation, shear, weight and colour,
 on a textured background with clutter around it: 32 x 32 RGB. Item ``i`` of a split is a pure function of
 ``(split, seed, i)``; it does not depend on the process, on the batch it is drawn in, or on any global random
 state. Outliers for open-world runs come in two kinds: characters of other scripts, and plain textures.
