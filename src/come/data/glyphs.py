@@ -9,6 +9,7 @@ state. Outliers for open-world runs come in two kinds: characters of other scrip
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -64,7 +65,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> int:
     return allowed.index(str(value))
 
 
-class _Drawn(Dataset[tuple[Tensor, int]]):
+class _Drawn(Dataset[tuple[Tensor, int]], ABC):
     """What both data sets share: the index arithmetic and the vectorised batch."""
 
     def __init__(self, size: int, seed: int, fonts: str | os.PathLike[str] | None) -> None:
@@ -72,8 +73,9 @@ class _Drawn(Dataset[tuple[Tensor, int]]):
         self.seed = _whole("seed", seed, 0, 2**63 - 1)
         self._fonts = find_fonts(fonts)
 
+    @abstractmethod
     def _draw(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        raise NotImplementedError
+        """Images and labels of a few items."""
 
     def __len__(self) -> int:
         return self.size

@@ -97,7 +97,8 @@ FONTS: tuple[Font, ...] = (
     Font("cmss10", _REGULAR, letters_only=True),
     Font("cmtt10", _REGULAR, letters_only=True),
 )
-"""The fonts in use: those that every matplotlib from 3.8 on has. Computer Modern files keep TeX's symbol places, hence ASCII letters and digits only."""
+"""The fonts in use: those that every matplotlib from 3.8 on has. Computer Modern files keep TeX's symbol places, hence ASCII
+letters and digits only."""
 
 
 def find_fonts(folder: str | os.PathLike[str] | None = None) -> Path:
