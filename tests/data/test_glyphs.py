@@ -182,7 +182,7 @@ def test_each_font_has_the_same_share(folder: Path) -> None:
     atlas = fonts.Atlas(("A", "\u00d7"), folder)
     picked = atlas.pick(np.zeros(8000, np.int64), np.linspace(0, 1, 8000, endpoint=False, dtype=np.float32))
     names = [atlas.slots[slot][1].name for slot in picked]
-    assert {names.count(name) for name in names} == {400}
+    assert all(399 <= names.count(name) <= 401 for name in names)  # float32 rounds at the borders
     assert len(set(names)) == 20
 
 
