@@ -9,11 +9,9 @@ fingerprint                SHA-256 that tells the method and its source model fr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from come.errors import StateError
+from come.files import replacing
 
 if TYPE_CHECKING:
     from come.method import Method
@@ -99,20 +98,14 @@ def save(method: Method, path: str | os.PathLike[str]) -> None:
     """Write the state of `method` to `path`: first beside it, then by rename, so that no half a file is ever there."""
     path = Path(path)
     tensors = {name: value.contiguous() for name, value in collect(method).items()}
-    try:
-        handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise StateError(
-            f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable"
-        ) from error
-    os.close(handle)
-    try:
+    with replacing(path) as beside:
+        try:
+            beside.touch()
+        except OSError as error:
+            raise StateError(
+                f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable"
+            ) from error
         save_file(tensors, beside, metadata={"format": FORMAT, "method": method.name})
-        os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
 
 
 def load(method: Method, path: str | os.PathLike[str]) -> None:

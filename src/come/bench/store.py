@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from come.bench.cell import Cell, Rows
 from come.data.streams import Stream
 from come.errors import StateError
+from come.files import replacing
 from come.version import __version__
 
 FORMAT = "come-run-1"
@@ -61,7 +62,8 @@ class RunFolder:
             self.cells.mkdir(parents=True, exist_ok=True)
             self.streams.mkdir(exist_ok=True)
             if not (self.path / "run.json").exists():
-                self._write(self.path / "run.json", lambda beside: beside.write_text(json.dumps(header) + "\n"))
+                with replacing(self.path / "run.json") as beside:
+                    beside.write_text(json.dumps(header) + "\n")
             elif not os.access(self.cells, os.W_OK):
                 raise PermissionError(13, "it is not writable")
         except OSError as error:
@@ -105,8 +107,10 @@ class RunFolder:
         tensors = {name: value.contiguous() for name, value in rows.items()}
         text = json.dumps(asdict(record), indent=1) + "\n"
         try:
-            self._write(self.cells / f"{cell.key}.safetensors", lambda beside: save_file(tensors, beside))
-            self._write(self.cells / f"{cell.key}.json", lambda beside: beside.write_text(text))
+            with replacing(self.cells / f"{cell.key}.safetensors") as beside:
+                save_file(tensors, beside)
+            with replacing(self.cells / f"{cell.key}.json") as beside:
+                beside.write_text(text)
         except (OSError, SafetensorError) as error:
             raise StateError(
                 f"cannot write cell {cell.key} to {self.path}: {error}; finished cells are intact: make room, then run the "
@@ -119,7 +123,8 @@ class RunFolder:
         name = f"{stream.domain}-severity{stream.severity}-seed{stream.seed}-{len(stream)}.json"
         if not (self.streams / name).exists():
             try:
-                self._write(self.streams / name, stream.save)
+                with replacing(self.streams / name) as beside:
+                    stream.save(beside)
             except OSError as error:
                 raise StateError(f"cannot write the stream {name} to {self.path}: {error.strerror}") from error
 
@@ -141,13 +146,3 @@ class RunFolder:
             path.unlink(missing_ok=True)
         finally:
             os.close(handle)
-
-    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            write(beside)
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
