@@ -7,7 +7,7 @@ import json
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from come import settings
 from come.data import Account, Source, batches
-from come.data.streams import Stream
 from come.method import Method
 from come.metrics import accuracy, fpr
 from come.models import Model
@@ -78,13 +77,13 @@ def run_cell(
     *,
     device: torch.device,
     workers: int = 0,
-    streams: list[Stream] | None = None,
+    episodes: Sequence[settings.Episode] | None = None,
     on_batch: Callable[[int], None] = lambda samples: None,
 ) -> tuple[Rows, dict[str, Any]]:
     """Run a cell with an adapter that is at hand.
 
     Args:
-        streams: run these in place of the setting's own (a replayed manifest).
+        episodes: run these in place of the setting's own (a replayed manifest).
         on_batch: called with the number of samples done since the last call.
 
     Returns:
@@ -94,8 +93,7 @@ def run_cell(
     began = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    episodes = cell.episodes() if streams is None else [settings.Episode(stream, reset=True) for stream in streams]
-    for number, episode in enumerate(episodes):
+    for number, episode in enumerate(cell.episodes() if episodes is None else episodes):
         if episode.reset:
             method.reset()
         domains.append(episode.stream.domain)

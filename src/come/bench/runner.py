@@ -21,6 +21,7 @@ from come.data.streams import Stream
 from come.errors import InputError
 from come.method import Method
 from come.methods import get as get_method
+from come.settings import Episode
 
 
 class Progress:
@@ -135,10 +136,10 @@ class Bench:
         return True
 
     def _run(self, cell: Cell, folder: RunFolder, progress: Progress) -> Record:
-        streams = self._replayed(cell) if self.streams else [episode.stream for episode in cell.episodes()]
-        for stream in streams:
-            folder.write_stream(stream)
-        progress.start(cell, sum(len(stream) for stream in streams))
+        episodes = self._replayed(cell) if self.streams else cell.episodes()
+        for episode in episodes:
+            folder.write_stream(episode.stream)
+        progress.start(cell, sum(len(episode.stream) for episode in episodes))
         rows, result = run_cell(
             cell,
             self._method(cell),
@@ -146,13 +147,15 @@ class Bench:
             self._source,
             device=self._device,
             workers=self.workers,
-            streams=streams if self.streams else None,
+            episodes=episodes,
             on_batch=progress.advance,
         )
         return folder.write(cell, rows, result, surroundings(self._device))
 
-    def _replayed(self, cell: Cell) -> list[Stream]:
-        chosen = [s for s in self.streams or [] if s.domain in cell.corruptions and s.seed == cell.seed]
+    def _replayed(self, cell: Cell) -> list[Episode]:
+        chosen = [
+            Episode(s, reset=True) for s in self.streams or [] if s.domain in cell.corruptions and s.seed == cell.seed
+        ]
         if not chosen:
             raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
         return chosen
