@@ -17,7 +17,6 @@ import copy
 import json
 import math
 import multiprocessing
-import struct
 import sys
 import time
 from pathlib import Path
@@ -25,10 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from come.data.glyphs import MEAN, STD, Glyphs
+from come.models import build_glyphs
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "vit": {
@@ -59,23 +60,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 RATES = {"vit": 1e-3, "resnet": 3e-3}
 DECAY = {"vit": 0.05, "resnet": 0.02}
-
-
-def build(name: str, arguments: dict[str, Any]) -> nn.Module:
-    """The untrained model: input (B, 3, 32, 32) normalised, output (B, 100)."""
-    model: Any
-    if name == "vit":
-        from timm.models.vision_transformer import VisionTransformer
-
-        model = VisionTransformer(**arguments)
-    else:
-        from timm.models.resnet import BasicBlock, ResNet
-
-        model = ResNet(**{**arguments, "block": BasicBlock})
-        model.conv1[0].stride = (1, 1)
-        model.maxpool = nn.Identity()
-    assert isinstance(model, nn.Module)
-    return model
 
 
 def _render(task: tuple[Glyphs, int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -161,27 +145,6 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def write_safetensors(state: dict[str, Tensor], file: Path) -> None:
-    """Writes tensors in the safetensors layout: header length, JSON header, data in the header's order."""
-    names = {torch.float16: "F16", torch.float32: "F32", torch.int64: "I64"}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts, place = [], 0
-    # larger element sizes first, so that every tensor is aligned
-    for key in sorted(state, key=lambda key: (-state[key].element_size(), key)):
-        value = state[key]
-        data = value.numpy().tobytes()
-        header[key] = {
-            "dtype": names[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [place, place + len(data)],
-        }
-        parts.append(data)
-        place += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
-
-
 def schedule(step: int, warm: int, steps: int) -> float:
     """Factor of the learning rate: a linear warm-up, then half a cosine down to a hundredth."""
     if step < warm:
@@ -206,7 +169,7 @@ def train(options: argparse.Namespace) -> None:
 
     recipe = copy.deepcopy(ARCHITECTURES[options.model])
     recipe["arguments"].update(options.override)
-    model = build(options.model, recipe["arguments"]).to(device)
+    model = build_glyphs(options.model, recipe["arguments"]).to(device)
     follower = Follower(model)
     average = follower.average
     count = sum(p.numel() for p in model.parameters())
@@ -258,7 +221,7 @@ def train(options: argparse.Namespace) -> None:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"glyphs_{options.model}.safetensors"
-    write_safetensors(state, file)
+    save_file(state, file, metadata={"format": "pt"})
     reached = accuracy(average, fresh[0].to(device), fresh[1].to(device))
     record = {
         "model": options.model,

@@ -104,19 +104,31 @@ def load(name: str, *, checkpoint: str | Path | None = None, normalisation: str 
     return model
 
 
-def _glyphs(name: str) -> Model:
+def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
+    """An untrained source model of the glyphs data, (B, 3, 32, 32) normalised -> (B, 100).
+
+    Args:
+        kind: "vit" or "resnet".
+        arguments: of timm's constructor.
+    """
     from timm.models.resnet import BasicBlock, ResNet
     from timm.models.vision_transformer import VisionTransformer
 
-    folder = files("come") / "weights"
-    about = json.loads((folder / f"{name.replace('-', '_')}.json").read_text())
     module: Any
-    if about["model"] == "vit":
-        module = VisionTransformer(**about["arguments"])
+    if kind == "vit":
+        module = VisionTransformer(**arguments)
     else:
-        module = ResNet(**{**about["arguments"], "block": BasicBlock})
+        module = ResNet(**{**arguments, "block": BasicBlock})
         module.conv1[0].stride = (1, 1)  # 32 x 32 pixels: the stem keeps the resolution
         module.maxpool = nn.Identity()
+    built: nn.Module = module
+    return built
+
+
+def _glyphs(name: str) -> Model:
+    folder = files("come") / "weights"
+    about = json.loads((folder / f"{name.replace('-', '_')}.json").read_text())
+    module = build_glyphs(about["model"], about["arguments"])
     state = load_safetensors((folder / f"{name.replace('-', '_')}.safetensors").read_bytes())
     module.load_state_dict({key: v.float() if v.is_floating_point() else v for key, v in state.items()})
     preprocess = Preprocess(size=32, resize=32, mean=tuple(about["mean"]), std=tuple(about["std"]))

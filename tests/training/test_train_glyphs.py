@@ -59,7 +59,7 @@ def test_a_short_run_writes_weights_that_load(
     assert record["arguments"].items() >= override.items()
     assert record["test_images"] == 50
     state = safetensors.load_file(tmp_path / f"glyphs_{name}.safetensors")
-    model = script.build(name, record["arguments"])
+    model = script.build_glyphs(name, record["arguments"])
     model.load_state_dict(state)
     assert all(v.dtype == (torch.float16 if v.ndim > 1 else torch.float32) for v in state.values() if v.ndim)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
@@ -69,7 +69,7 @@ def test_a_short_run_writes_weights_that_load(
 
 def test_both_models_fit_in_four_megabytes(script: ModuleType) -> None:
     for name, recipe in script.ARCHITECTURES.items():
-        state = script.stored(script.build(name, recipe["arguments"]))
+        state = script.stored(script.build_glyphs(name, recipe["arguments"]))
         assert sum(v.numel() * v.element_size() for v in state.values()) < 4_000_000
 
 
