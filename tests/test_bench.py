@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -294,6 +295,14 @@ def test_two_processes_share_one_folder(tmp_path):
     assert len(list(out.glob("cells/*.json"))) == 20
     ran = sum(text[0].count("\n[") + text[0].startswith("[") - text[0].count("(done before)") for text in texts)
     assert ran == 20  # every cell once, by one of the two
+
+
+def test_many_open_one_new_folder_at_once(tmp_path):
+    for round_ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            folders = list(pool.map(lambda _, out=tmp_path / f"{round_}": RunFolder(out), range(8)))
+        assert all(folder.cells.is_dir() for folder in folders)
+        assert sorted(path.name for path in folders[0].path.iterdir()) == ["cells", "run.json", "streams"]
 
 
 def test_ctrl_c_keeps_what_is_done(tmp_path):

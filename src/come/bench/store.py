@@ -54,17 +54,22 @@ class RunFolder:
         self.path = Path(path)
         self.cells, self.streams = self.path / "cells", self.path / "streams"
         header = {"format": FORMAT, "come": __version__}
+        mark = self.path / "run.json"
         try:
-            if (self.path / "run.json").exists():
-                self._check(header)
-            elif self.path.is_dir() and any(self.path.iterdir()):
+            # The mark comes before everything else, so whoever finds other files here finds it too, whatever another
+            # process that opens the same folder is doing at this moment.
+            self.path.mkdir(parents=True, exist_ok=True)
+            others = [name for name in os.listdir(self.path) if not name.startswith(".run.json.")]
+            if others and not mark.exists():
                 raise StateError(f"{self.path} is not empty and not a run of come; choose another folder with --out")
-            self.cells.mkdir(parents=True, exist_ok=True)
-            self.streams.mkdir(exist_ok=True)
-            if not (self.path / "run.json").exists():
-                with replacing(self.path / "run.json") as beside:
+            if mark.exists():
+                self._check(header)
+            else:
+                with replacing(mark) as beside:
                     beside.write_text(json.dumps(header) + "\n")
-            elif not os.access(self.cells, os.W_OK):
+            self.cells.mkdir(exist_ok=True)
+            self.streams.mkdir(exist_ok=True)
+            if not os.access(self.cells, os.W_OK):
                 raise PermissionError(13, "it is not writable")
         except OSError as error:
             raise StateError(
