@@ -1,8 +1,49 @@
-"""The models of the tests are tiny: one thread is faster than two, and gives the same sums everywhere."""
+"""What the tests share. Their models are tiny: one thread is faster than two, and gives the same sums everywhere."""
 
 import os
+from typing import ClassVar
 
+import pytest
 import torch
+
+import come
+from come import testing
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
+
+
+class Build:
+    """Puts a method around a tiny model as a user would, with source batches and the normalisation where it takes them."""
+
+    # What keeps the suite short; the code paths are those of the defaults.
+    SMALL: ClassVar = {
+        "cotta": {"views": 3, "confident": 0.6},
+        "foa": {"prompts": 2, "population": 4, "chunk": 24},
+        "memo": {"views": 3},
+        "rotta": {"capacity": 8, "every": 10},
+        "t3a": {"supports": 3},
+        "tea": {"dreams": 2, "buffer": 20},
+    }
+
+    def __call__(self, model, method, objective="come", **more):
+        arguments = {"lr": 1e-2} | self.SMALL.get(method, {})
+        known = come.methods.get(method).hyperparameters()
+        like = next(model.parameters())
+        if "source" in known:
+            named = hasattr(model, "inner")  # testing._Named
+            source = [x.to(like) for x in testing.batches(2, seed=9)]
+            arguments["source"] = [{"pixel_values": x} for x in source] if named else source
+        if "normalisation" in known:
+            arguments["normalisation"] = ((0.45,), (0.07,))  # testing.batches() are no images in [0, 1], but normalised
+        return come.adapt(model, method, objective, **(arguments | more))
+
+    @staticmethod
+    def model(method):
+        """The kind of tiny model that the method can be put around."""
+        return testing.TinyTransformer if "ViT" in come.methods.get(method).needs else testing.TinyClassifier
+
+
+@pytest.fixture(scope="session")
+def build():
+    return Build()

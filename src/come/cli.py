@@ -25,6 +25,7 @@ from come.data.sources import DESCRIPTIONS as DATA
 from come.data.sources import OPENERS
 from come.data.streams import Stream
 from come.errors import ComeError, ConfigError, InputError, unknown
+from come.method import Method
 from come.report import results_table, to_rich, write_report
 
 app = typer.Typer(
@@ -300,20 +301,34 @@ def _toml(path: Path) -> dict[str, Any]:
     return options
 
 
-LISTS: dict[str, Callable[[], list[tuple[str, str]]]] = {
-    "methods": lambda: [(n, _summary(methods.get(n))) for n in methods.names()],
-    "objectives": lambda: [(n, _summary(objectives.get(n))) for n in objectives.names()],
-    "corruptions": lambda: [(n, g) for g, names in corruptions.GROUPS.items() for n in names],
-    "settings": lambda: [(n, settings.get(n).summary) for n in settings.names()],
-    "models": lambda: list(models.DESCRIPTIONS.items()),
-    "data": lambda: [(usage, DATA[kind]) for kind, (usage, _) in OPENERS.items()],
+LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
+    "methods": lambda: [
+        ("method", "what it does", "COME", "needs", "cost"),
+        *((n, _summary(m), "yes" if m.minimises else "-", m.needs, m.cost) for n, m in _methods()),
+    ],
+    "objectives": lambda: [
+        ("objective", "what it is"),
+        *((n, _summary(objectives.get(n))) for n in objectives.names()),
+    ],
+    "corruptions": lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
+    "settings": lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
+    "models": lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()],
+    "data": lambda: [("data", "what it is"), *((usage, DATA[kind]) for kind, (usage, _) in OPENERS.items())],
 }
+
+
+NOTES = {"methods": "COME: takes an objective; cost: forwards (f) and backwards (b) of each batch"}
+
+
+def _methods() -> list[tuple[str, type[Method]]]:
+    return [(name, methods.get(name)) for name in methods.names()]
 
 
 def _summary(thing: object) -> str:
     """The first line of the docstring; for a method, that of its file, which says what it does."""
     holder = sys.modules[thing.__module__] if isinstance(thing, type) else thing
-    return (holder.__doc__ or "").strip().splitlines()[0].partition(": ")[2] or (holder.__doc__ or "").splitlines()[0]
+    first = (holder.__doc__ or "").strip().splitlines()[0]
+    return (first.partition(": ")[2] or first).rstrip(".")
 
 
 @app.command(name="list")
@@ -324,12 +339,16 @@ def list_(
     """List methods, objectives, corruptions, settings, models or data."""
     if kind not in LISTS:
         raise unknown("list", kind, LISTS)
-    table = RichTable(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for name, text in LISTS[kind]():
-        table.add_row(escape(name), escape(text))
-    Console(highlight=False).print(table)
+    heads, *rows = LISTS[kind]()
+    table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, head in enumerate(heads):
+        table.add_column(head, no_wrap=i == 0, style="bold" if i == 0 else "")
+    for row in rows:
+        table.add_row(*(escape(text) for text in row))
+    console = Console(highlight=False)
+    console.print(table)
+    if kind in NOTES:
+        console.print(f"[dim]{NOTES[kind]}[/]")
 
 
 def main() -> None:

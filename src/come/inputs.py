@@ -48,6 +48,65 @@ def batch_size(x: Input) -> int:
     raise InputError(f"the {type(x).__name__} holds no batched tensor; give a tensor, or a tuple or mapping of tensors")
 
 
+def image_of(x: Input, who: str) -> Tensor:
+    """The images (B, C, H, W) in a batch; `who` needs them and is named if there are none."""
+    values = [x] if isinstance(x, Tensor) else list(x.values() if isinstance(x, Mapping) else x)
+    found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4]
+    if len(found) == 1:
+        return found[0]
+    shapes = ", ".join(str(tuple(value.shape)) for value in values if isinstance(value, Tensor))
+    raise InputError(
+        f"{who} works on images, one floating-point tensor (B, C, H, W), but the batch holds {shapes or 'no tensor'}; "
+        "for other data choose a method that needs no images ('come list methods' says what each needs)"
+    )
+
+
+def with_image(x: Input, images: Tensor) -> Input:
+    """The batch `x` with other images, (V * B, C, H, W) for any V; what else is in the batch is repeated V times."""
+    if isinstance(x, Tensor):
+        return images
+    times = images.shape[0] // batch_size(x)
+
+    def other(value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.ndim >= 1):
+            return value
+        if value.is_floating_point() and value.ndim == 4:
+            return images
+        return value.repeat(times, *[1] * (value.ndim - 1))
+
+    if isinstance(x, Mapping):
+        return {key: other(value) for key, value in x.items()}
+    return tuple(other(value) for value in x)
+
+
+def take(x: Input, chosen: slice) -> Input:
+    """Some samples of a batch.
+
+    Example:
+        >>> take({"pixel_values": torch.zeros(4, 3)}, slice(0, 1))["pixel_values"].shape
+        torch.Size([1, 3])
+    """
+
+    def part(value: Any) -> Any:
+        return value[chosen] if isinstance(value, Tensor) and value.ndim >= 1 else value
+
+    if isinstance(x, Tensor):
+        return x[chosen]
+    if isinstance(x, Mapping):
+        return {key: part(value) for key, value in x.items()}
+    return tuple(part(value) for value in x)
+
+
+def exact(x: Tensor) -> Tensor:
+    """`x` in float32 if it is in half precision, else as it is.
+
+    Example:
+        >>> exact(torch.zeros(1, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def logits_of(out: Any, batch: int) -> Tensor:
     """The logits in what a model returned, checked."""
     if isinstance(out, Mapping) and "logits" in out:

@@ -7,6 +7,7 @@ close():  the user's model, exactly as it was handed in
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import weakref
@@ -49,9 +50,10 @@ class Common(TypedDict, total=False):
     objective: str | Objective
     select: Selector | None
     lr: float | None
-    optimizer: str | OptimizerFactory
+    optimizer: str | OptimizerFactory | None
     steps: int
     episodic: bool
+    reset_every: int | None
 
 
 @contextmanager
@@ -76,9 +78,11 @@ class Method(ABC):
         select: which parameters adapt; None is the method's own choice (`selects`).
         lr: learning rate; None is the paper's for the model's family: 1e-3 x batch/64 for models with LayerNorm, GroupNorm
             and the like, 2.5e-4 for models with BatchNorm (2.5e-4 x batch/32 below a batch of 32).
-        optimizer: "sgd", "adam", or a function (parameters, lr) -> torch optimiser such as `come.optim.sgd(momentum=0.5)`.
+        optimizer: "sgd", "adam", or a function (parameters, lr) -> torch optimiser such as `come.optim.sgd(momentum=0.5)`;
+            None is the method's own choice (`optimises`).
         steps: how often each batch is adapted to.
         episodic: reset before each batch.
+        reset_every: reset after this many batches, again and again; None is the method's own choice (`resets`), mostly never.
 
     To write a method, subclass it, give it a `name` and write `adapt`; keep what it remembers in `self.state`, a dictionary
     of tensors, whose first value `initial_state` returns. Store your own arguments *before* calling `super().__init__`.
@@ -101,14 +105,30 @@ class Method(ABC):
 
     name: ClassVar[str]
     """The name in the registry."""
+    needs: ClassVar[str] = "nothing"
+    """What it needs beside a model and batches, in a few words: source batches, images, features."""
+    cost: ClassVar[str] = "1f 1b"
+    """What a batch costs: so many forwards (f) and backwards (b) of it, at the default hyper-parameters."""
     descends: ClassVar[bool] = True
     """Whether the method changes parameters by gradient descent, and so needs some to be selected."""
+    minimises: ClassVar[bool] = True
+    """Whether the objective matters to what the method does, and not only to how its output is scored."""
     batch_statistics: ClassVar[bool] = True
     """Whether BatchNorm layers use the statistics of the batch."""
     selects: ClassVar[Selector] = norm_affine()
     """What `select=None` means."""
     paper_lr: ClassVar[tuple[float, float]] = (1e-3, 2.5e-4)
     """What `lr=None` means: for models without and with BatchNorm."""
+    scales_lr: ClassVar[bool] = True
+    """Whether that goes with the size of the batch; False where a step is not taken on the batch as a whole."""
+    optimises: ClassVar[optim.sgd | optim.adam] = optim.sgd()
+    """What `optimizer=None` means."""
+    resets: ClassVar[int | None] = None
+    """What `reset_every=None` means."""
+    stays: tuple[str, ...] = ()
+    """Beginnings of the names in `state` that stay on the CPU when the model moves."""
+    seed: int = 0
+    """Where random numbers start, for methods that draw some; these take it as an argument."""
 
     def __init__(
         self,
@@ -117,20 +137,24 @@ class Method(ABC):
         objective: str | Objective = "come",
         select: Selector | None = None,
         lr: float | None = None,
-        optimizer: str | OptimizerFactory = "sgd",
+        optimizer: str | OptimizerFactory | None = None,
         steps: int = 1,
         episodic: bool = False,
+        reset_every: int | None = None,
     ) -> None:
         self.objective = objectives.get(objective)
-        build = optim.get(optimizer)
+        build = optim.get(type(self).optimises if optimizer is None else optimizer)
         require(lr is None or 0 < lr < math.inf, "lr", lr, "a positive number, or None for the paper's")
         require(isinstance(steps, int) and steps >= 1, "steps", steps, "a whole number, at least 1")
+        whole = reset_every is None or (isinstance(reset_every, int) and reset_every >= 1)
+        require(whole, "reset_every", reset_every, "a whole number of batches, at least 1, or None")
         self.lr, self.steps, self.episodic = lr, steps, episodic
+        self.reset_every = self.resets if reset_every is None else reset_every
 
         self.model = model
         self.parameters = _selected(model, type(self).selects if select is None else select, self.name, self.descends)
         self._modules = list(model.modules())
-        self._batch_norms = batch_norms(model)
+        self.batch_norms = batch_norms(model)
         with untracked():
             self.source_values = {name: p.detach().clone() for name, p in self.parameters.items()}
             """The adapted parameters as they were handed in."""
@@ -143,6 +167,7 @@ class Method(ABC):
         self.state: dict[str, Tensor] = {}
         """What the method remembers between batches, beside weights and moments."""
         self._lr = 0.0
+        self._inner = 0
         try:
             model.eval()
             model.requires_grad_(False)
@@ -170,11 +195,22 @@ class Method(ABC):
 
     # ---- what a method calls ----
 
-    def forward(self, x: Input) -> Tensor:
-        """Logits (B, K) of the model on `x`, checked."""
+    def forward(self, x: Input, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Logits (B, K) of the model on `x`, checked.
+
+        With `weights`, these take the place of the adapted parameters of their names for this call, under `no_grad`.
+        """
+        if weights is None:
+            return logits_of(self.call(x), batch_size(x))
+        with torch.no_grad(), _exchanged([(self.parameters[name], value) for name, value in weights.items()]):
+            return logits_of(self.call(x), batch_size(x))
+
+    def call(self, x: Input) -> Any:
+        """What the model returns for `x`."""
+        inputs = (x,) if isinstance(x, Tensor) else x
+        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         try:
-            inputs = (x,) if isinstance(x, Tensor) else x
-            out = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(*inputs)
+            return self.model(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError) as error:
             expected = expected_dims(self._modules)
             if isinstance(x, Tensor) and expected is not None and x.ndim != expected:
@@ -183,7 +219,6 @@ class Method(ABC):
                     f"{expected}, the batch first; for a single image pass x[None]"
                 ) from error
             raise
-        return logits_of(out, batch_size(x))
 
     def gradient(self, loss: Tensor) -> list[Tensor]:
         """Gradient of the scalar `loss` with respect to the adapted parameters, in their order."""
@@ -215,6 +250,11 @@ class Method(ABC):
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # it holds casts of the weights as they were before this step
 
+    def generator(self) -> torch.Generator:
+        """A random generator on the model's device, seeded by `seed` and the number of the batch: replays are exact."""
+        digest = hashlib.sha256(f"{self.seed} {self.count} {self._inner}".encode()).digest()
+        return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "big"))
+
     @untracked()
     def recover(self, where: Tensor, *, moments: bool = True) -> None:
         """Put the weights back to their source values, and the moments to zero, where the 0-d bool tensor is true."""
@@ -243,12 +283,17 @@ class Method(ABC):
         if any(module.training for module in self._modules):
             self.model.eval()
         with self._running(batch_size(x)):
-            if self.episodic:
+            if self.episodic or (self.reset_every is not None and self.count >= self.reset_every):
                 self.reset()
-            for _ in range(self.steps):
+            for inner in range(self.steps):
+                self._inner = inner
                 out = self.adapt(x)
         self.count += 1
         return Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
+
+    def placed(self, name: str, value: Tensor) -> Tensor:
+        """The entry `name` of `state` on the device where it belongs."""
+        return value.to("cpu" if self.stays and name.startswith(self.stays) else self._device)
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; abstain where it is large."""
@@ -258,8 +303,10 @@ class Method(ABC):
         """The learning rate for a batch of that size."""
         if self.lr is not None:
             return self.lr
-        per_64, with_batch_norm = self.paper_lr
-        return with_batch_norm * min(1.0, batch / 32) if self._batch_norms else per_64 * batch / 64
+        without, with_batch_norm = self.paper_lr
+        if self.batch_norms:
+            return with_batch_norm * (min(1.0, batch / 32) if self.scales_lr else 1.0)
+        return without * (batch / 64 if self.scales_lr else 1.0)
 
     @untracked()
     def reset(self) -> None:
@@ -329,11 +376,19 @@ class Method(ABC):
     def hyperparameters(cls) -> dict[str, Any]:
         """Names and defaults of what the constructor takes, own ones first: the constructor is the configuration."""
         found: dict[str, Any] = {}
+        only_common = False
         for parent in cls.__mro__:
-            if "__init__" in vars(parent) and issubclass(parent, Method):
-                for p in inspect.signature(parent).parameters.values():
-                    if p.kind is inspect.Parameter.KEYWORD_ONLY:
-                        found.setdefault(p.name, p.default)
+            if (
+                "__init__" not in vars(parent)
+                or not issubclass(parent, Method)
+                or (only_common and parent is not Method)
+            ):
+                continue
+            for p in inspect.signature(parent).parameters.values():
+                if p.kind is inspect.Parameter.KEYWORD_ONLY:
+                    found.setdefault(p.name, p.default)
+                elif p.kind is inspect.Parameter.VAR_KEYWORD:
+                    only_common = "Common" in str(p.annotation)  # what else its parent takes is not passed on
         return found
 
     def __repr__(self) -> str:
@@ -342,10 +397,11 @@ class Method(ABC):
             return f"{type(self).__name__}({type(self.model).__name__}, objective={self.objective!r})"
         if self.lr is not None:
             rate = f"{self.lr:g}"
-        elif self._batch_norms:
+        elif self.batch_norms:
             rate = f"{self.paper_lr[1]:g} (the paper's for BatchNorm models)"
         else:
-            rate = f"{self.paper_lr[0]:g} x batch/64 (the paper's for models without BatchNorm)"
+            scale = " x batch/64" if self.scales_lr else ""
+            rate = f"{self.paper_lr[0]:g}{scale} (the paper's for models without BatchNorm)"
         size = sum(p.numel() for p in self.parameters.values())
         return (
             f"{type(self).__name__}({type(self.model).__name__}, objective={self.objective!r}, lr={rate}, "
@@ -360,7 +416,7 @@ class Method(ABC):
 
     @contextmanager
     def _running(self, batch: int) -> Iterator[None]:
-        layers = self._batch_norms if self.batch_statistics else []
+        layers = self.batch_norms if self.batch_statistics else []
         with torch.inference_mode(False), torch.enable_grad(), batch_statistics(layers, batch):
             yield
 
@@ -376,7 +432,7 @@ class Method(ABC):
             for key, value in moments.items():
                 if isinstance(value, Tensor):
                     moments[key] = value.to(p) if value.shape == p.shape else value.to(p.device)
-        self.state = {name: value.to(self._device) for name, value in self.state.items()}
+        self.state = {name: self.placed(name, value) for name, value in self.state.items()}
 
 
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
@@ -423,6 +479,19 @@ def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -
             "normalisation layers with weights; or choose what adapts yourself, e.g. select=come.select.everything()"
         )
     return chosen
+
+
+@contextmanager
+def _exchanged(pairs: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    # Not torch.func.functional_call: a module that the model holds under two names does not come back from it.
+    before = [p.data for p, _ in pairs]
+    try:
+        for p, value in pairs:
+            p.data = value
+        yield
+    finally:
+        for (p, _), value in zip(pairs, before, strict=True):
+            p.data = value
 
 
 # ---- giving the model back ----

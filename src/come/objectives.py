@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
+from come.inputs import exact
 from come.registry import Registry
 
 Evidence = Literal["exp", "exp-1", "relu", "softplus"]
@@ -271,7 +272,7 @@ def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
         raise InputError(f"logits have shape {tuple(logits.shape)}; the last axis needs K >= 2 classes")
     if not logits.is_floating_point():
         raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
-    z = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    z = exact(logits)
     if freeze_norm:
         z = hold_norm(z, p)
     return z if tau == 1 else z * tau
@@ -297,11 +298,11 @@ _registry.add("come", Opinion())
 
 
 def names() -> list[str]:
-    """Names of all registered objectives, sorted.
+    """Names of all registered objectives, in the order in which they were added.
 
     Example:
         >>> names()
-        ['come', 'em']
+        ['em', 'come']
     """
     return _registry.names()
 

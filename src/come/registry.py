@@ -55,9 +55,9 @@ class Registry(Generic[T]):
         return self._things[name]
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """All names, in the order in which they were added."""
         self._discover()
-        return sorted(self._things)
+        return list(self._things)
 
     def _discover(self) -> None:
         group, self._group = self._group, None

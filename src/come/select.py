@@ -144,6 +144,24 @@ def _inside(name: str, block: str) -> bool:
 
 
 @dataclass(frozen=True)
+class layers:  # noqa: N801
+    """Select the weights and biases of all layers; not class tokens, position embeddings, layer scales and the like.
+
+    Example:
+        >>> list(layers()(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+
+    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Floating-point parameters called `weight` or `bias` by name."""
+        return {
+            name: p
+            for name, p in model.named_parameters()
+            if name.rpartition(".")[2] in ("weight", "bias") and p.is_floating_point()
+        }
+
+
+@dataclass(frozen=True)
 class everything:  # noqa: N801
     """Select every floating-point parameter.
 

@@ -42,7 +42,7 @@ _registry.add("standard", Setting("standard", "each corruption by itself, from t
 
 
 def names() -> list[str]:
-    """Names of all settings, sorted.
+    """Names of all settings.
 
     Example:
         >>> names()

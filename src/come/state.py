@@ -89,8 +89,7 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
                 key: (value.to(p) if value.shape == p.shape else value.to(p.device)).clone()
                 for key, value in moments[name].items()
             }
-    device = next(method.model.parameters()).device
-    method.state = {name: value.to(device).clone() for name, value in memory.items()}
+    method.state = {name: method.placed(name, value).clone() for name, value in memory.items()}
     method.count = int(count)
 
 

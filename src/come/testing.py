@@ -65,6 +65,58 @@ class TinyClassifier(nn.Module):
         return logits
 
 
+class TinyTransformer(nn.Module):
+    """Four small blocks of attention with one kind of normalisation and a class token, (B, 3, 8, 8) -> (B, 5).
+
+    Args:
+        norm: makes a normalisation layer for a number of channels, as for `TinyClassifier`.
+        seed: of the weights; torch's global generator is left alone.
+
+    Example:
+        >>> TinyTransformer(nn.BatchNorm2d)(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module], seed: int = 0) -> None:
+        super().__init__()
+        width = 8
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Conv2d(3, width, 2, stride=2)
+            self.class_token = nn.Parameter(torch.randn(1, 1, width))
+            self.position = nn.Parameter(torch.randn(1, 17, width) * 0.2)
+            self.blocks = nn.Sequential(*(_Block(width, norm) for _ in range(4)))
+            self.norm = _for_tokens(norm(width))
+            self.head = nn.Linear(width, CLASSES)
+            nn.init.normal_(self.head.weight, std=4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify by the class token."""
+        tokens = self.embedding(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(x), -1, -1), tokens], dim=1) + self.position
+        logits: Tensor = self.head(self.norm(self.blocks(tokens))[:, 0])
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.norm = _for_tokens(norm(width))
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Sequential(nn.Linear(width, width), nn.Dropout(0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(tokens)).chunk(3, dim=-1)
+        mixed: Tensor = self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+        return tokens + mixed
+
+
+def _for_tokens(layer: nn.Module) -> nn.Module:
+    """A normalisation of channels-first images that takes and gives tokens (B, N, d)."""
+    layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].transpose(1, 2)[..., None],))
+    layer.register_forward_hook(lambda _, inputs, out: out[..., 0].transpose(1, 2))
+    return layer
+
+
 class _ChannelsLayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
@@ -241,16 +293,15 @@ def _cast_and_move(make: MethodFactory, model: nn.Module) -> None:
 class _Named(nn.Module):
     """A model in the manner of transformers: a named input, an output with `logits`."""
 
-    def __init__(self, model: TinyClassifier) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.inner, self.head = model, model.head
+        self.inner, self.head = model, model.get_submodule("head")
 
     def forward(self, pixel_values: Tensor) -> dict[str, Tensor]:
         return {"logits": self.inner(pixel_values)}
 
 
 def _mappings_and_tuples(make: MethodFactory, model: nn.Module) -> None:
-    assert isinstance(model, TinyClassifier)
     with make(model) as method:
         expected = _run(method, batches())
     with make(_Named(model)) as method:
@@ -323,14 +374,16 @@ def check_method(
     *,
     norms: Iterable[str] = tuple(NORMS),
     checks: Iterable[str] = tuple(METHOD_CHECKS),
+    model: Callable[[Callable[[int], nn.Module]], nn.Module] = TinyClassifier,
 ) -> None:
     """Check that a method keeps the contract of `come.Method`, on small models with every kind of normalisation.
 
     Args:
         make: puts the method around a model, e.g. `lambda model: MyMethod(model, lr=1e-3)`. It is called with fresh
-            `TinyClassifier` models that map (B, 3, 8, 8) to (B, 5).
+            models that map (B, 3, 8, 8) to (B, 5).
         norms: kinds of normalisation to check with, of `NORMS`.
         checks: which checks to run, of `METHOD_CHECKS`.
+        model: `TinyClassifier`, or `TinyTransformer` for methods that need tokens.
 
     Raises:
         AssertionError: names the check and the kind of normalisation.
@@ -346,7 +399,7 @@ def check_method(
             if name not in METHOD_CHECKS:
                 raise unknown("check", name, METHOD_CHECKS)
             try:
-                METHOD_CHECKS[name](make, TinyClassifier(NORMS[norm]))
+                METHOD_CHECKS[name](make, model(NORMS[norm]))
             except Exception as error:
                 raise AssertionError(f"check {name!r} with {norm} normalisation: {error}") from error
 

@@ -86,6 +86,11 @@ INPUTS = {name: value.float() for name, value in load_file(DATA / "inputs.safete
 
 
 @pytest.fixture
+def inputs():
+    return INPUTS
+
+
+@pytest.fixture
 def source_batches():
     return list(INPUTS["source"])
 

@@ -203,3 +203,322 @@ def test_where_the_published_loss_overflows_ours_is_finite(case):
     entropy = come.Opinion().entropy(z)
     assert entropy.isfinite().all()
     assert torch.autograd.grad(entropy.sum(), z)[0].isfinite().all()
+
+
+# ---- the other methods ----
+
+
+IMAGES = (
+    (0.5,),
+    (1 / 32,),
+)  # the recorded inputs, in [-12, 10], as if they were normalised images; exact up to rounding
+
+
+def as_inputs(images):
+    return (images - 0.5) * 32
+
+
+def as_images(inputs):
+    return inputs / 32 + 0.5
+
+
+def recorded_views(images, generator):
+    """The four views of CoTTA's recording, (4, B, C, H, W) -> the same shape; they act on the model's input."""
+    x = as_inputs(images)
+    return as_images(torch.stack([x[0], x[1].flip(-1), x[2].roll((2, -3), dims=(-2, -1)), 0.5 * x[3]]))
+
+
+def recorded_restoration(case, parameters):
+    """The recorded positions as masks; they count through all adapted parameters, one after the other."""
+    sizes = [p.numel() for p in parameters.values()]
+
+    def restore(name, parameter, batch):
+        everywhere = torch.zeros(sum(sizes), dtype=torch.bool)
+        if f"restore_index_{batch}" in case:
+            everywhere[case[f"restore_index_{batch}"].long()] = True
+        return everywhere.split(sizes)[list(parameters).index(name)].view_as(parameter)
+
+    return restore
+
+
+def table(values, source):
+    """Sum, norm, norm of the change, sum of the change, in float64."""
+    rows = []
+    for name, value in values.items():
+        now, before = value.detach().double(), source[name].double()
+        rows.append(torch.stack([now.sum(), now.norm(), (now - before).norm(), (now - before).sum()]))
+    return torch.stack(rows).float()
+
+
+@pytest.mark.recorded("cotta")
+def test_cotta(case):
+    model = case.model()
+    parameters = {name: dict(model.named_parameters())[name] for name in case.entry["adapted_parameters"]}
+    method = come.adapt(
+        model,
+        "cotta",
+        "em",
+        lr=case.hyper["lr"],
+        alpha=case.hyper["alpha_teacher"],
+        confident=case.hyper["anchor_threshold"],
+        views=4,
+        augment=recorded_views,
+        restore=recorded_restoration(case, parameters),
+        normalisation=IMAGES,
+    )
+    students, confidences = [], []
+    inner = method.forward
+
+    def forward(x, weights=None):
+        logits = inner(x, weights)
+        if weights is None:
+            students.append(logits.detach())
+        elif weights is method.source_values:
+            confidences.append(logits.softmax(dim=1).amax(dim=1).mean())
+        return logits
+
+    method.forward = forward
+    replay(method, case)
+    case.close("anchor_conf", torch.stack(confidences))
+    if "student_logits" in case:
+        case.close("student_logits", torch.stack(students))
+    assert list(method.parameters) == case.entry["adapted_parameters"]
+    teacher = {name: method.state[f"teacher.{name}"] for name in method.parameters}
+    case.close("student_table", table(method.parameters, method.source_values))
+    case.close("teacher_table", table(teacher, method.source_values))
+    for kind, values in (("final_student", method.parameters), ("final_teacher", teacher)):
+        for key in (key for key in case.tensors if key.startswith(f"{kind}.")):
+            case.close(key, values[key.partition(".")[2]].detach())
+
+
+@pytest.mark.recorded("t3a")
+def test_t3a(case):
+    method = come.adapt(case.model(), "t3a", supports=case.hyper["filter_K"])
+    counts = []
+    replay(method, case, each=lambda _: counts.append(method.state["entropy"].isfinite().sum()))
+    case.close("n_supports", torch.stack(counts))
+    entropy = method.state["entropy"]
+    case.close("final_labels", entropy.isfinite().nonzero()[:, 0])
+    case.close("final_support_entropy", entropy[entropy.isfinite()])
+    if "after_reset_logits" in case:
+        method.reset()
+        case.close("after_reset_logits", after_reset(method, case))
+
+
+@pytest.mark.recorded("lame")
+def test_lame(case):
+    method = come.adapt(
+        case.model(),
+        "lame",
+        affinity=case.hyper["affinity"].lower(),
+        k=case.hyper["knn"],
+        symmetric=case.hyper["force_symmetry"],
+    )
+    seen = []
+    inner = method.head.features
+
+    def features(forward):
+        found = inner(forward)
+        seen.append(found[0])
+        return found
+
+    method.head.features = features
+    probability = torch.stack([method(case.batch(t)).softmax(dim=1) for t in range(case.hyper["T"])])
+    case.close("features", torch.stack(seen))
+    case.close("probs", probability)
+
+
+class RecordedSearch:
+    """Asked, it gives the recorded candidates."""
+
+    def __init__(self, case):
+        self.case, self.fitness = case, []
+
+    def ask(self, batch):
+        return self.case["candidates"][batch].double()
+
+    def tell(self, candidates, fitness):
+        self.fitness.append(fitness)
+
+    def state(self):
+        return {}
+
+    def restore(self, state):
+        pass
+
+
+@pytest.mark.recorded("foa")
+def test_foa(case, source_batches):
+    search = RecordedSearch(case)
+    method = come.adapt(
+        case.model(),
+        "foa",
+        "em",
+        source=source_batches,
+        prompts=case["initial_prompts"][0],
+        population=case.hyper["n_candidates"] + 1,
+        discrepancy=case.hyper["fitness_lambda"],
+        search=lambda dimensions, population, seed: search,
+        chunk=16,
+    )
+    case.close("source_mean", method.state["source_mean"])
+    case.close("source_std", method.state["source_std"])
+    width = case["shift_vector"].shape[1]
+    history, best = [], []
+    shifts = [torch.zeros(width)]
+
+    def each(_):
+        history.append(method.state["history"])
+        shifts.append(method.state["source_mean"][-width:] - history[-1])
+        best.append(method.state["best"][None])
+
+    replay(method, case, each)
+    case.close("fitness", torch.stack(search.fitness).float())
+    case.close("hist_stat", torch.stack(history))
+    case.close("shift_vector", torch.stack(shifts[:-1]))
+    case.close("best_prompts", torch.stack(best))
+
+
+@pytest.mark.recorded("tea")
+def test_tea(case, monkeypatch):
+    from come.methods import tea
+
+    energies = []
+    original = tea.energy
+
+    def energy(logits):
+        energies.append(-original(logits).detach())
+        return original(logits)
+
+    monkeypatch.setattr(tea, "energy", energy)
+    sgd = case.hyper["optimizer"] == "sgd"
+    method = come.adapt(
+        case.model(),
+        "tea",
+        lr=case.hyper["lr"],
+        optimizer="sgd" if sgd else "adam",
+        dreams=case.hyper["sgld_steps"],
+        step_size=case.hyper["sgld_lr"],
+        noise=case.hyper["sgld_std"],
+        start=lambda batch, k, like: case["fake_init"][batch],
+        draw=lambda batch, k, like: case["noise"][batch, k].float(),
+        normalisation=IMAGES,
+    )
+    before, inner = [], method.forward
+
+    def forward(x):
+        logits = inner(x)
+        before.append((x, logits.detach()))
+        return logits
+
+    method.forward = forward
+    replay(method, case)
+    steps = case.hyper["sgld_steps"]
+    calls = [before[i : i + steps + 3] for i in range(0, len(before), steps + 3)]
+    seen = [energies[i : i + steps + 2] for i in range(0, len(energies), steps + 2)]
+    case.close("pre_logits", torch.stack([call[steps][1] for call in calls]))
+    case.close("fake_final", torch.stack([call[steps + 1][0] for call in calls]))
+    case.close("energy_real", torch.stack([energy[steps] for energy in seen]))
+    case.close("energy_fake", torch.stack([energy[steps + 1] for energy in seen]))
+    check_final(method, case)
+
+
+def memo(case, inputs, **changes):
+    sgd = case.hyper["optimizer"] == "sgd"
+    arguments = {
+        "lr": case.hyper["lr"],
+        "optimizer": come.optim.sgd(momentum=0) if sgd else come.optim.adam(weight_decay=case.hyper["weight_decay"]),
+        "views": case.hyper["views"],
+        "augment": lambda images, generator: as_images(inputs["memo_views"].transpose(0, 1)),
+        "prior": None if case.hyper["prior_strength"] < 0 else case.hyper["prior_strength"],
+        "normalisation": IMAGES,
+    }
+    return come.adapt(case.model(), "memo", "em", **(arguments | changes)), inputs["x"][0][: case.hyper["images"]]
+
+
+@pytest.mark.recorded("memo")
+def test_memo(case, inputs):
+    method, images = memo(case, inputs, quirks=True)
+    views, norms = [], []
+    forward, along = method.forward, method.descend_along
+
+    def watched(x):
+        views.append(forward(x))
+        return views[-1]
+
+    def descend_along(gradient, go=None):
+        norms.append(torch.stack([g.norm() for g in gradient]).norm())
+        along(gradient, go)
+
+    method.forward, method.descend_along = watched, descend_along
+    step = method.step(images)
+    case.close("view_logits", torch.stack([v.detach() for v in views[::2]]))
+    case.close("loss", step.loss)
+    case.close("grad_norm", torch.stack(norms))
+    case.close("logits", step.logits)
+    still, images = memo(case, inputs, lr=1e-30)
+    case.close("pre_logits", still(images))
+
+
+@pytest.mark.recorded("memo")
+def test_memo_forgets_moments_by_default(case, inputs):
+    """Every image is as the first one: with SGD that is the recording, with AdamW its first image."""
+    method, images = memo(case, inputs)
+    same = (method(images) - case["logits"]).abs().amax(dim=1) <= case.entry["tolerance"]["logits"]["atol"]
+    sgd = case.hyper["optimizer"] == "sgd"
+    assert same.tolist() == [True, sgd, sgd]
+
+
+@pytest.mark.recorded("pl")
+def test_pl(case):
+    method = come.adapt(
+        case.model(),
+        "pl",
+        lr=case.hyper["lr"] * case.hyper["alpha"],
+        optimizer="adam",
+        select=come.select.everything(),
+        threshold=case.hyper["threshold"],
+    )
+    counts = []
+    replay(method, case, each=lambda step: counts.append(step.used.sum()))
+    case.close("n_selected", torch.stack(counts))
+    assert list(method.parameters) == case.entry["adapted_parameters"]
+    for key in (key for key in case.tensors if key.startswith("final.")):
+        case.close(key, method.parameters[key.removeprefix("final.")].detach())
+    if "after_reset_logits" in case:
+        method.reset()
+        case.close("after_reset_logits", after_reset(method, case))
+
+
+@pytest.mark.recorded("deyo")
+def test_deyo(case, recorder):
+    grid = case.hyper["patch_len"]
+
+    def shuffle(images, generator):
+        """The recorded order of patches, which counts the samples that passed the first filter only."""
+        b, c, h, w = images.shape
+        patches = images.view(b, c, grid, h // grid, grid, w // grid).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+        passed = (recorder.seen[-1] < case.hyper["deyo_margin"]).nonzero()[:, 0]
+        order = torch.arange(grid * grid).repeat(b, 1)
+        order[passed] = case["perm_index"][method.count][: len(passed)].long()
+        mixed = torch.stack([patches[i, order[i]] for i in range(b)]).unflatten(1, (grid, grid))
+        return mixed.permute(0, 3, 1, 4, 2, 5).reshape(b, c, h, w)
+
+    method = come.adapt(
+        case.model(),
+        "deyo",
+        "em",
+        lr=case.hyper["lr"],
+        limit=case.hyper["deyo_margin"] / LN_K,
+        margin=case.hyper["margin_e0"] / LN_K,
+        drop=case.hyper["plpd_threshold"],
+        shuffle=shuffle,
+    )
+    counts = []
+
+    def each(step):
+        counts.append(torch.stack([(step.loss < case.hyper["deyo_margin"]).sum(), step.used.sum()]))
+
+    replay(method, case, each)
+    case.close("n_selected", torch.stack(counts))
+    check_final(method, case)

@@ -18,6 +18,7 @@ from torch import Tensor
 from come import settings
 from come.data import Account, Source, batches
 from come.method import Method
+from come.methods import get as get_method
 from come.metrics import accuracy, fpr
 from come.models import Model
 
@@ -59,9 +60,10 @@ class Cell:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     @property
-    def adapter(self) -> tuple[str, str, str]:
+    def adapter(self) -> tuple[str, str, str, int | None]:
         """What two cells must share to use one adapter, one after the other."""
-        return self.method, self.objective, json.dumps(self.hyper, sort_keys=True)
+        seed = self.seed if "seed" in get_method(self.method).hyperparameters() else None
+        return self.method, self.objective, json.dumps(self.hyper, sort_keys=True), seed
 
     def episodes(self) -> list[settings.Episode]:
         """The streams of this cell, in order."""

@@ -11,7 +11,9 @@ from typing import Any
 from come import corruptions, methods, objectives, settings
 from come.bench.cell import Cell
 from come.errors import ConfigError, require, unknown
-from come.select import nothing
+
+GIVEN = frozenset({"objective", "source", "normalisation", "seed"})
+"""Hyper-parameters that a run sets itself: by its objectives, data, model and seeds."""
 
 QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if group != "extra")
 """The first corruption of each of the four groups."""
@@ -65,8 +67,8 @@ class Plan:
                 raise unknown("method in this run", method, self.methods)
             known = methods.get(method).hyperparameters()
             for key in chosen:
-                if key not in known or key in ("objective", "source"):
-                    raise unknown(f"hyper-parameter of {method}", key, set(known) - {"objective", "source"})
+                if key not in known or key in GIVEN:
+                    raise unknown(f"hyper-parameter of {method}", key, set(known) - GIVEN)
 
     def cells(self, size: int) -> Iterator[Cell]:
         """The cells of the plan for a source of `size` samples, those that share an adapter next to each other."""
@@ -74,8 +76,7 @@ class Plan:
         pieces = [(name,) for name in self.corruptions] if setting.independent else [self.corruptions]
         for method in self.methods:
             # A method that minimises nothing is the same with every objective but for its score: run it with the first.
-            minimises = not isinstance(methods.get(method).selects, nothing)
-            for objective in self.objectives if minimises else self.objectives[:1]:
+            for objective in self.objectives if methods.get(method).minimises else self.objectives[:1]:
                 for seed in self.seeds:
                     for piece in pieces:
                         yield Cell(

@@ -96,7 +96,7 @@ class Bench:
                     f"the stream is of {stream.data!r} up to index {max(stream.order, default=0)}, the data is {plan.data!r} "
                     f"with {len(self._source)} samples; replay it on the data it was made from"
                 )
-        self._adapter: tuple[tuple[str, str, str], Method] | None = None
+        self._adapter: tuple[tuple[str, str, str, int | None], Method] | None = None
 
     def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
         """Run what is not done, and return the records of all cells in the plan's order.
@@ -165,9 +165,13 @@ class Bench:
         if self._adapter is not None and self._adapter[0] != cell.adapter:
             self.release()
         if self._adapter is None:
-            arguments = dict(cell.hyper)
-            if "source" in get_method(cell.method).hyperparameters():
+            arguments, known = dict(cell.hyper), get_method(cell.method).hyperparameters()
+            if "source" in known:
                 arguments["source"] = list(self._source_batches(cell))
+            if "normalisation" in known:
+                arguments["normalisation"] = (self._model.preprocess.mean, self._model.preprocess.std)
+            if "seed" in known:
+                arguments["seed"] = cell.seed
             method = adapt(self._model.module, cell.method, cell.objective, **arguments)
             self._adapter = (cell.adapter, method)
         return self._adapter[1]

@@ -21,13 +21,16 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from come import corruptions
 from come.bench.cell import Cell, Rows
 from come.data.streams import Stream
 from come.errors import StateError
 from come.files import replacing
+from come.methods import names as method_names
 from come.version import __version__
 
 FORMAT = "come-run-1"
+STANDARD = {name: i for i, name in enumerate(corruptions.names())}
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,29 @@ class RunFolder:
                 "are not mixed; choose another folder with --out"
             )
 
+    @classmethod
+    def existing(cls, path: str | Path) -> RunFolder:
+        """The run at `path`, to read; a folder that is not one is refused and not made into one."""
+        if not (Path(path) / "run.json").is_file():
+            raise StateError(f"{path} is no run folder of come (it has no run.json); give one that 'come bench' wrote")
+        return cls(path)
+
+    def records(self) -> list[Record]:
+        """The records of all finished cells, those of one method and objective next to each other, in the paper's order."""
+        found = [record for path in sorted(self.cells.glob("*.json")) if (record := _read(path)) is not None]
+        order = {name: i for i, name in enumerate(method_names())}
+
+        def rank(record: Record) -> tuple[Any, ...]:
+            cell = record.cell
+            return (order.get(cell["method"], len(order)), cell["method"], cell["objective"] != "em", cell["objective"],
+                    cell["seed"], [STANDARD.get(c, 99) for c in cell["corruptions"]], record.key)  # fmt: skip
+
+        return sorted(found, key=rank)
+
     def record(self, cell: Cell) -> Record | None:
         """The record of `cell`, or None if it is not done (or what is there is not a record)."""
-        try:
-            found = json.loads((self.cells / f"{cell.key}.json").read_text())
-            record = Record(**found)
-        except (OSError, ValueError, TypeError):
-            return None
-        return record if record.key == cell.key and (self.cells / f"{cell.key}.safetensors").exists() else None
+        record = _read(self.cells / f"{cell.key}.json")
+        return record if record is not None and record.key == cell.key else None
 
     def rows(self, key: str) -> Rows:
         """The rows of a finished cell."""
@@ -151,3 +169,12 @@ class RunFolder:
             path.unlink(missing_ok=True)
         finally:
             os.close(handle)
+
+
+def _read(path: Path) -> Record | None:
+    """The record in a file, or None where there is none, or something else; one without its rows does not count."""
+    try:
+        record = Record(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if path.with_suffix(".safetensors").exists() else None

@@ -1,4 +1,4 @@
-"""EATA: only reliable and non-redundant samples, weighted, and a leash on what the source data needs.
+"""EATA: reliable, non-redundant samples.
 
 Niu et al., "Efficient Test-Time Model Adaptation without Forgetting", ICML 2022.
 
@@ -51,6 +51,7 @@ class EATA(Method):
     """
 
     name = "eata"
+    needs = "source"
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Norm: BatchNorm statistics from the test batch instead of the training set.
+"""Norm: BatchNorm statistics of the test batch.
 
 Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation", NeurIPS 2020, and
 Nado et al., "Evaluating prediction-time batch normalization for robustness under covariate shift", 2020.

@@ -1,4 +1,4 @@
-"""SAR: sharpness-aware entropy minimisation on reliable samples, with recovery.
+"""SAR: sharpness-aware, with recovery.
 
 Niu et al., "Towards Stable Test-time Adaptation in Dynamic Wild World", ICLR 2023.
 
@@ -53,6 +53,7 @@ class SAR(Method):
     """
 
     name = "sar"
+    cost = "2f 2b"
     selects = norm_affine(skip_last=0.25)
 
     def __init__(

@@ -1,4 +1,4 @@
-"""No Adapt: the source model as it is, the row that every other row is measured against.
+"""No Adapt: the source model as it is.
 
 Adapts nothing; needs nothing; one forward per batch.
 """
@@ -22,7 +22,9 @@ class Source(Method):
     """
 
     name = "source"
+    cost = "1f"
     descends = False
+    minimises = False
     batch_statistics = False
     selects = nothing()
 

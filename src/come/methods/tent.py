@@ -1,4 +1,4 @@
-"""Tent: minimise the entropy of the batch.
+"""Tent: minimises the entropy of the batch.
 
 Wang et al., "Tent: Fully Test-time Adaptation by Entropy Minimization", ICLR 2021.
 

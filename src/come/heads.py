@@ -1,0 +1,74 @@
+"""The classifier head of a model, and the features that go into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from come.errors import ConfigError, ModelError
+
+
+class Head:
+    """The linear layer that gives a model's logits.
+
+    It is looked for through public interfaces: `get_classifier()` (timm), else the last linear layer that the model
+    registers (torchvision, transformers, most others); whether it really gives the logits is checked when the model runs.
+
+    Args:
+        model: the classifier.
+        head: the name of the layer, the layer itself, or None to find it.
+
+    Raises:
+        ModelError: there is no linear layer to be found.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> head = Head(model)
+        >>> head.name
+        '3'
+        >>> features, logits = head.features(lambda: model(torch.ones(2, 4)))
+        >>> features.shape, logits.shape
+        (torch.Size([2, 8]), torch.Size([2, 3]))
+    """
+
+    def __init__(self, model: nn.Module, head: str | nn.Module | None = None) -> None:
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        kind = type(model).__name__
+        if isinstance(head, str):
+            if head not in dict(model.named_modules()):
+                raise ConfigError(f"head is {head!r}, but {kind} has no module of that name")
+            found: Any = model.get_submodule(head)
+        elif head is not None:
+            found = head
+        else:
+            public = getattr(model, "get_classifier", None)
+            found = public() if callable(public) else next(reversed(linear.values()), None)
+        names = [name for name, module in linear.items() if module is found]
+        if not names:
+            what = "no linear layer" if found is None else f"a {type(found).__name__} where its classifier should be"
+            raise ModelError(
+                f"{kind} has {what}; this method needs the linear layer that gives the logits: name it with head='...'"
+                + (f", e.g. one of {', '.join(list(linear)[-3:])}" if linear else "")
+            )
+        self.name, self.linear = names[0], linear[names[0]]
+        self._kind = kind
+
+    def features(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Run `forward`, which runs the model, and return what went into the head (B, d) and the logits (B, K)."""
+        seen: list[tuple[Tensor, Tensor]] = []
+        handle = self.linear.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], out)))
+        try:
+            logits = forward()
+        finally:
+            handle.remove()
+        for features, out in seen:
+            same = out is logits or (out.shape == logits.shape and torch.equal(out, logits))
+            if same and features.ndim == 2:
+                return features, logits
+        raise ModelError(
+            f"the layer {self.name!r} of {self._kind} does not give its logits ({tuple(logits.shape)}) from one feature "
+            "vector per sample; name the layer that does with head='...'"
+        )

@@ -1,0 +1,412 @@
+"""FOA: prompts found by evolution.
+
+Niu et al., "Test-Time Model Adaptation with Only Forward Passes", ICML 2024.
+
+    prompts   sit between the class token and the patches; CMA-ES draws `population` - 1 candidates for each batch, and the
+              best of the batch before competes as well
+    fitness   sum_i H_i + lambda * B/64 * (|std - std_source|^2 + |mean - mean_source|^2)
+              over class-token features of all blocks, each behind the first norm of the next one
+    answer    of the best candidate, its last feature moved by  shift = mean_source - average of means so far
+
+Adapts prompts and a shift; no parameter of the model changes. Needs source batches for the statistics, a class token, and a
+model whose logits come from one linear layer: timm's, torchvision's and transformers' ViTs, or any stack of blocks that take
+tokens (B, N, d). `population` forwards per batch, in chunks; the patch embedding is computed once.
+
+H is the objective's entropy: with "em" this is the published fitness.
+
+Memory: that of one forward of `chunk` images, and CMA-ES's covariance on the CPU: (prompts x d)^2 numbers, 42 MB for ViT-B.
+CMA-ES (the package `cma`) runs on the CPU, so each batch waits for its fitness.
+
+Deviations from the published code: no width is written in; a batch of one has no standard deviation, and that term is left
+out; `cma` draws from a generator of its own, where that code seeds NumPy's global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from come.errors import ConfigError, InputError, ModelError, require
+from come.heads import Head
+from come.inputs import Input, batch_size, checked, logits_of, take
+from come.method import Common, Method, Step
+from come.select import blocks, norms, nothing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Search(Protocol):
+    """A derivative-free optimiser that is asked for candidates and told their fitness (lower is better)."""
+
+    def ask(self, batch: int) -> Tensor:
+        """Candidates (n, D) for batch number `batch`."""
+        ...
+
+    def tell(self, candidates: Tensor, fitness: Tensor) -> None:
+        """What the candidates (n, D) were worth, (n,)."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """All that the next candidates depend on."""
+        ...
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from there."""
+        ...
+
+
+class FOA(Method):
+    """Forward-only adaptation, with any objective.
+
+    Args:
+        model: see `Method`.
+        source: batches of unlabelled source data; the paper uses 32 images.
+        prompts: how many, at least 1; or the first ones themselves, (P, d).
+        population: candidates for each batch, the best so far included, at least 3.
+        discrepancy: lambda, what the distance to the source statistics counts for, >= 0.
+        keep: how much of the average behind the shift is kept at each step, in [0, 1].
+        chunk: candidates go through the model at most so many images at a time.
+        head: the linear layer that gives the logits, or its name; None finds it.
+        search: (dimensions, population, seed) -> `Search`; None is CMA-ES.
+        seed: of the first prompts and the search.
+        **common: see `Method`.
+
+    Example:
+        >>> from come.testing import TinyTransformer
+        >>> model = TinyTransformer(nn.BatchNorm2d)
+        >>> method = FOA(model, source=[torch.randn(16, 3, 8, 8)], prompts=2, population=4)
+        >>> method(torch.randn(8, 3, 8, 8)).shape
+        torch.Size([8, 5])
+    """
+
+    name = "foa"
+    needs = "source, a ViT"
+    cost = "28f"
+    descends = False
+    batch_statistics = False
+    selects = nothing()
+    stays = ("search.",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        source: Iterable[Input] | None = None,
+        prompts: int | Tensor = 3,
+        population: int = 28,
+        discrepancy: float = 0.4,
+        keep: float = 0.9,
+        chunk: int = 256,
+        head: str | nn.Module | None = None,
+        search: Callable[[int, int, int], Search] | None = None,
+        seed: int = 0,
+        **common: Unpack[Common],
+    ) -> None:
+        if isinstance(prompts, Tensor):
+            require(prompts.ndim == 2 and len(prompts) >= 1, "prompts", tuple(prompts.shape), "of shape (P, d)")
+        else:
+            require(isinstance(prompts, int) and prompts >= 1, "prompts", prompts, "a whole number, at least 1")
+        require(isinstance(population, int) and population >= 3, "population", population, "a whole number, at least 3")
+        require(discrepancy >= 0, "discrepancy", discrepancy, "at least 0")
+        require(0 <= keep <= 1, "keep", keep, "in [0, 1]")
+        require(isinstance(chunk, int) and chunk >= 1, "chunk", chunk, "a whole number, at least 1")
+        if source is None:
+            raise ConfigError(
+                "foa needs source batches for its statistics: pass source=, an iterable of batches with 32 or more unlabelled "
+                "source images in all"
+            )
+        self.source, self.prompts, self.population, self.seed = source, prompts, population, seed
+        self.discrepancy, self.keep, self.chunk = discrepancy, keep, chunk
+        self.head = Head(model, head)
+        self._make_search = search or CMAES
+        super().__init__(model, **common)
+
+    def initial_state(self) -> dict[str, Tensor]:
+        """First prompts, source statistics (taken once and kept), a search that has seen nothing."""
+        kept = {name: value for name, value in self.state.items() if name.startswith("source_")}
+        if not kept:
+            kept = self._source_statistics()
+        width = self._tokens.width
+        if isinstance(self.prompts, Tensor):
+            require(
+                self.prompts.shape[1] == width, "width of the prompts", self.prompts.shape[1], f"the model's: {width}"
+            )
+            best = self.prompts.detach().clone().to(self._device)
+        else:
+            draw = torch.Generator().manual_seed(self.seed)
+            best = (torch.rand(self.prompts, width, generator=draw) * 2 - 1).to(self._device) * (6 / width) ** 0.5 / 2
+        search = self._make_search(best.numel(), self.population, self.seed)
+        return {**kept, "best": best, **{f"search.{name}": value for name, value in search.state().items()}}
+
+    @torch.no_grad()
+    def adapt(self, x: Input) -> Step:
+        """Evaluate the population, answer with its best, and tell the search."""
+        search = self._search()
+        best = self.state["best"]
+        drawn = search.ask(self.count * self.steps + self._inner)
+        candidates = torch.cat([torch.unflatten(drawn.to(best), 1, best.shape), best[None]])
+        logits, features, statistics = self._evaluate(x, candidates)
+        entropy = self.objective.entropy(logits)
+        fitness = entropy.sum(dim=1) + self.discrepancy * batch_size(x) / 64 * self._distance(statistics)
+        chosen = int(fitness.argmin())
+
+        width, source = self._tokens.width, self.state["source_mean"]
+        answer = features[chosen]
+        if "history" in self.state:
+            answer = answer + (source[-width:] - self.state["history"]).to(answer)
+        mean = statistics.mean(dim=1).mean(dim=0)[-width:]
+        old = self.state.get("history", mean).to(mean)
+        self.state["history"] = torch.lerp(mean, old, self.keep)
+        self.state["best"] = candidates[chosen].clone()
+        # The search knows its own candidates by their digits: it is told what it was asked for, unrounded.
+        told = torch.cat([drawn.double().cpu(), best.double().flatten()[None].cpu()])
+        search.tell(told, fitness.double().cpu())
+        self._store(search)
+        used = torch.ones(batch_size(x), dtype=torch.bool, device=entropy.device)
+        return Step(self.head.linear(answer), entropy[chosen], used)
+
+    def _distance(self, statistics: Tensor) -> Tensor:
+        """Squared distance of each candidate's statistics (C, B, D) to the source's, (C,)."""
+        total = (statistics.mean(dim=1) - self.state["source_mean"].to(statistics)).square().sum(dim=1)
+        if statistics.shape[1] > 1:
+            total = total + (statistics.std(dim=1) - self.state["source_std"].to(statistics)).square().sum(dim=1)
+        return total
+
+    def _evaluate(self, x: Input, candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits (C, B, K), features before the head (C, B, d) and class tokens of all blocks (C, B, L d)."""
+        batch = batch_size(x)
+        at_once = max(1, self.chunk // batch)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        tokens: Tensor | None = None
+        for some in torch.split(candidates, at_once):
+            # The first call embeds the patches of the whole batch. Later ones hand the model one image, whose tokens are
+            # replaced on their way into the first block by those of the batch.
+            inputs = x if tokens is None else take(x, slice(0, 1))
+            run = partial(self._logits, inputs, len(some) * batch)
+            with self._tokens.prompted(some, tokens) as seen:
+                features, logits = self.head.features(run)
+            tokens = seen.tokens
+            parts.append((logits, features, seen.class_tokens()))
+        logits, features, statistics = (
+            torch.unflatten(torch.cat(part), 0, (len(candidates), batch)) for part in zip(*parts, strict=True)
+        )
+        return logits, features, statistics
+
+    def _logits(self, x: Input, batch: int) -> Tensor:
+        return logits_of(self.call(x), batch)
+
+    # ---- source ----
+
+    def _source_statistics(self) -> dict[str, Tensor]:
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for x in self.source:
+                x = checked(x)
+                if not found:
+                    self._tokens = _Tokens(self.model, partial(self.call, x))
+                with self._tokens.prompted(None, None) as seen:
+                    self.forward(x)
+                found.append(seen.class_tokens())
+        if sum(map(len, found)) < 2:
+            raise ConfigError(
+                f"source holds {sum(map(len, found))} image(s) (an exhausted iterator?); foa needs at least 2 for a standard "
+                "deviation, better 32 or more"
+            )
+        features = torch.cat(found)
+        return {"source_mean": features.mean(dim=0), "source_std": features.std(dim=0)}
+
+    # ---- search ----
+
+    def _search(self) -> Search:
+        """The search that the state describes: the one at hand, unless a reset or a load came between."""
+        mine = {name.removeprefix("search."): v for name, v in self.state.items() if name.startswith("search.")}
+        live = getattr(self, "_live", None)
+        if live is None or any(mine.get(name) is not value for name, value in live[1].items()):
+            search = self._make_search(self.state["best"].numel(), self.population, self.seed)
+            search.restore(mine)
+            return search
+        found: Search = live[0]
+        return found
+
+    def _store(self, search: Search) -> None:
+        now = search.state()
+        self.state |= {f"search.{name}": value for name, value in now.items()}
+        self._live = (search, now)
+
+
+class _Seen:
+    """What passed by while a model ran."""
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+        self.taps: list[Tensor] = []
+
+    def class_tokens(self) -> Tensor:
+        """(N, L d): the class tokens of all blocks side by side."""
+        return torch.cat([tap[:, 0] if tap.ndim == 3 else tap for tap in self.taps], dim=1)
+
+
+class _Tokens:
+    """Where the tokens of a ViT go into its first block, and the norms behind each block."""
+
+    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+        kind, names = type(model).__name__, blocks(model)
+        refusal = f"foa puts prompts among the tokens of a vision transformer, but {kind} "
+        if not names:
+            raise ModelError(refusal + "has no stack of blocks; use another method ('come list methods')")
+        self.first = model.get_submodule(names[0])
+        order: list[str] = []
+        shapes: list[torch.Size] = []
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            shapes.append(_hidden(args, kwargs)[0].shape)
+
+        handles = [self.first.register_forward_pre_hook(enter, with_kwargs=True)]
+        layers = norms(model)
+        for name, layer in layers.items():
+            handles.append(layer.register_forward_hook(lambda *_, name=name: order.append(name)))
+        try:
+            run()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(shapes) != 1 or len(shapes[0]) != 3:
+            found = f"takes {tuple(shapes[0])}" if shapes else "is never run"
+            raise ModelError(
+                refusal
+                + f"has none: its first block {found}, not tokens (B, N, d); use another method ('come list methods')"
+            )
+        self.width = shapes[0][-1]
+        class_token = getattr(model, "num_prefix_tokens", None)
+        if class_token is None:
+            class_token = any(p.ndim == 3 and p.shape[:2] == (1, 1) for p in model.parameters())
+        if not class_token:
+            raise ModelError(refusal + "has no class token, whose features foa compares; use another method")
+        self.taps: list[nn.Module] = []
+        for name in names[1:]:
+            inside = [n for n in order if n.startswith(f"{name}.")]
+            if inside:
+                self.taps.append(layers[inside[0]])
+        last = max((i for i, n in enumerate(order) if any(n.startswith(f"{b}.") for b in names)), default=-1)
+        if len(self.taps) != len(names) - 1 or last + 1 >= len(order):
+            raise ModelError(refusal + "does not have a norm in each block and one behind the last; use another method")
+        self.taps.append(layers[order[last + 1]])
+
+    @contextmanager
+    def prompted(self, prompts: Tensor | None, tokens: Tensor | None) -> Iterator[_Seen]:
+        """Within the block the first block takes each of `prompts` (C, P, d) together with the batch, (C B, N + P, d).
+
+        The batch's tokens are `tokens`, or those that come along; they and the outputs of the taps can be seen afterwards.
+        """
+        seen = _Seen()
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            coming, put = _hidden(args, kwargs)
+            seen.tokens = coming if tokens is None else tokens
+            if prompts is None:
+                return None
+            base = seen.tokens.expand(len(prompts), *seen.tokens.shape)
+            middle = prompts.to(base)[:, None].expand(-1, base.shape[1], -1, -1)
+            return put(torch.cat([base[:, :, :1], middle, base[:, :, 1:]], dim=2).flatten(0, 1))
+
+        handles = [self.first.register_forward_pre_hook(enter, with_kwargs=True)]
+        handles += [tap.register_forward_hook(lambda _, __, out: seen.taps.append(out)) for tap in self.taps]
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The tokens among the arguments of a block, and a function that puts others in their place."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], lambda new: ((new, *args[1:]), kwargs)
+    named = next((key for key, value in kwargs.items() if isinstance(value, Tensor) and value.ndim >= 3), None)
+    if named is not None:
+        return kwargs[named], lambda new: (args, {**kwargs, named: new})
+    raise InputError("the first block of the model takes no tensor; foa cannot find its tokens")
+
+
+class CMAES:
+    """CMA-ES of the package `cma`, with random numbers of its own and a state made of tensors.
+
+    Args:
+        dimensions: D.
+        population: candidates told at each step; one of them comes from outside, so population - 1 are drawn.
+        seed: of the draws.
+
+    Example:
+        >>> search = CMAES(4, 6, 0)
+        >>> candidates = search.ask(0)
+        >>> candidates.shape
+        torch.Size([5, 4])
+        >>> search.tell(candidates, candidates.square().sum(dim=1))
+    """
+
+    def __init__(self, dimensions: int, population: int, seed: int) -> None:
+        try:
+            import cma
+            import numpy as np
+        except ImportError as error:
+            raise ConfigError(
+                "foa searches with the package cma, which is not installed: pip install 'come-tta[foa]'"
+            ) from error
+        self._seed, self._numpy = seed, np
+        self._random = np.random.default_rng([abs(seed), 0])
+        options = {
+            "popsize": population - 1,
+            "seed": float("nan"),  # do not touch NumPy's global generator
+            "randn": self._draw,
+            "maxiter": float("inf"),
+            "CMA_mirrors": 0,  # `cma` would mirror candidates in populations below 6, with memory that is not in numbers
+            "verbose": -9,
+        }
+        self._es = cma.CMAEvolutionStrategy(np.zeros(dimensions), 1.0, options)
+
+    def _draw(self, *shape: int) -> Any:
+        return self._random.standard_normal(shape)
+
+    def ask(self, batch: int) -> Tensor:
+        """Candidates (population - 1, D), which depend on the seed, the number of the batch and what was told."""
+        self._random = self._numpy.random.default_rng([abs(self._seed), batch])
+        return torch.from_numpy(self._numpy.stack(self._es.ask()))
+
+    def tell(self, candidates: Tensor, fitness: Tensor) -> None:
+        """Move on; candidates from outside are welcome."""
+        self._es.tell(list(candidates.double().numpy()), fitness.double().tolist())
+
+    def _parts(self) -> dict[str, Any]:
+        es = self._es
+        return {"es": es, "sampler": es.sm, "step_size": es.adapt_sigma, "scaling": es.sigma_vec}
+
+    def state(self) -> dict[str, Tensor]:
+        """Every number and array that the strategy consists of."""
+        np = self._numpy
+        found: dict[str, Tensor] = {}
+        for part, thing in self._parts().items():
+            for name, value in vars(thing).items():
+                if (
+                    isinstance(value, (bool, int, float, np.number, np.ndarray))
+                    and np.asarray(value).dtype.kind in "bif"
+                ):
+                    found[f"{part}.{name}"] = torch.from_numpy(np.array(value))
+        directions = self._es.pop_injection_directions
+        found["directions"] = torch.from_numpy(np.array(directions).reshape(len(directions), self._es.N))
+        return found
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state()`."""
+        self._es.ask()  # some of its attributes are made on first use
+        for key, value in state.items():
+            part, _, name = key.partition(".")
+            if part in self._parts():
+                array = value.numpy().copy()
+                setattr(self._parts()[part], name, array if array.ndim else array.item())
+        self._es.pop_injection_directions = list(state["directions"].numpy().copy())

@@ -1,0 +1,122 @@
+"""T3A: prototypes of the features seen so far.
+
+Iwasawa and Matsuo, "Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization", NeurIPS 2021.
+
+    supports   of class k: rows of the classifier and features of the stream that it assigns to k
+    kept       the M of them with the lowest entropy
+    prototype  c_k = normalised sum of the normalised supports
+    logits     f(x) . c_k                                          0 for a class without support
+
+Adapts the classifier, through prototypes; no parameter of the model changes. Needs features: a model whose logits come from
+one linear layer. One forward per batch, BatchNorm on its source statistics. The objective plays no part in it.
+
+Memory: K x M features; with M = None ("keep all") only their sum, K features, because then nothing is ever taken out again.
+
+Deviation from the published code: its "keep all" drops one support of each class in each batch; ours keeps all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from come.errors import require
+from come.heads import Head
+from come.inputs import Input
+from come.method import Common, Method, Step
+from come.objectives import Softmax
+from come.select import nothing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class T3A(Method):
+    """Test-time templates.
+
+    Args:
+        model: see `Method`.
+        supports: M, how many supports each class keeps, at least 1; None keeps all.
+        head: the linear layer that gives the logits, or its name; None finds it.
+        **common: see `Method`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> method = T3A(model, supports=2)
+        >>> method(torch.randn(10, 4)).shape
+        torch.Size([10, 3])
+        >>> method.state["entropy"].shape  # a place for each class and support; infinite where it is empty
+        torch.Size([3, 2])
+    """
+
+    name = "t3a"
+    needs = "features"
+    cost = "1f"
+    descends = False
+    minimises = False
+    batch_statistics = False
+    selects = nothing()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        supports: int | None = 20,
+        head: str | nn.Module | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        require(
+            supports is None or (isinstance(supports, int) and supports >= 1),
+            "supports",
+            supports,
+            "a whole number, at least 1, or None to keep all",
+        )
+        self.supports = supports
+        self.head = Head(model, head)
+        super().__init__(model, **common)
+
+    def initial_state(self) -> dict[str, Tensor]:
+        """The rows of the classifier as the first supports."""
+        rows = self.head.linear.weight.detach()
+        classes, width = rows.shape
+        if self.supports is None:
+            empty = {"sum": rows.new_zeros(classes, width)}
+        else:
+            empty = {
+                "support": rows.new_zeros(classes, self.supports, width),
+                "entropy": torch.full((classes, self.supports), torch.inf, device=rows.device),
+            }
+        with torch.no_grad():
+            return self._with(empty, rows, self.head.linear(rows))
+
+    @torch.no_grad()
+    def adapt(self, x: Input) -> Step:
+        """Add the batch to the supports, then classify it by the prototypes."""
+        features, logits = self.head.features(lambda: self.forward(x))
+        self.state = self._with(self.state, features, logits)
+        total = self.state["sum"] if self.supports is None else F.normalize(self.state["support"], dim=2).sum(dim=1)
+        return Step(features @ F.normalize(total, dim=1).to(features).T)
+
+    def _with(self, state: dict[str, Tensor], features: Tensor, logits: Tensor) -> dict[str, Tensor]:
+        """`state` with the samples added that have these features and logits."""
+        label, entropy = logits.argmax(dim=1), Softmax().entropy(logits)
+        if self.supports is None:
+            total = state["sum"]
+            return {"sum": total.index_add(0, label, F.normalize(features, dim=1).to(total))}
+        old, old_entropy = state["support"], state["entropy"]
+        classes, size = old_entropy.shape
+        # All supports in a row, by class and within a class by entropy; then the first M of each class take its places.
+        support = torch.cat([old.flatten(0, 1), features.to(old)])
+        entropy = torch.cat([old_entropy.flatten(), entropy.to(old_entropy)])
+        owner = torch.cat([torch.arange(classes, device=label.device).repeat_interleave(size), label])
+        order = entropy.argsort(stable=True)
+        order = order[owner[order].argsort(stable=True)]
+        owner, entropy = owner[order], entropy[order]
+        rank = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
+        place = torch.where(rank < size, owner * size + rank, classes * size)  # the last place is thrown away
+        kept = torch.zeros(classes * size + 1, dtype=order.dtype, device=order.device).scatter(0, place, order)[:-1]
+        new_entropy = entropy.new_full((classes * size + 1,), torch.inf).scatter(0, place, entropy)[:-1]
+        return {"support": support[kept].view_as(old), "entropy": new_entropy.view(classes, size)}
