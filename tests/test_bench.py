@@ -124,7 +124,7 @@ def test_a_stream_can_be_replayed(tmp_path):
     assert [r.result["metrics"] for r in again] == [r.result["metrics"] for r in first]
     assert {r.key for r in again}.isdisjoint(r.key for r in first)  # a replay is not mistaken for the plan's own stream
     with pytest.raises(come.InputError, match="no stream was given for fog"):
-        Bench(SMALL, streams=[s for s in streams if s.corruption != "fog"]).run(RunFolder(tmp_path / "c"))
+        Bench(SMALL, streams=[s for s in streams if s.domain != "fog"]).run(RunFolder(tmp_path / "c"))
     with pytest.raises(come.InputError, match="replay it on the data it was made from"):
         Bench(SMALL, streams=[replace(streams[0], data="folder:x")])
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 import come
 from come import cli
+from come.cli import lists
 from come.bench.store import Record
 from come.report import results_table, to_markdown, to_rich
 
@@ -38,13 +39,70 @@ def test_bench_prints_a_table_and_writes_a_report(tmp_path, monkeypatch, capsys)
     assert "Fog" in out
     assert "Improve" in out
     assert "±" in out
-    assert max(len(line) for line in out.splitlines() if "report.md" not in line) <= 80
+    assert max(len(line) for line in out.splitlines() if "report.html" not in line) <= 80
     report = (tmp_path / "run" / "report.md").read_text()
     assert "|tent + come|" in report
     assert "come bench --methods" in report
     code, out, _ = call(monkeypatch, capsys, *arguments)
     assert code == 0
     assert out.count("(done before)") == 12
+
+
+def test_report_and_compare_of_a_finished_run(tmp_path, monkeypatch, capsys):
+    run = str(tmp_path / "run")
+    arguments = ("bench", "--methods", "source,tent", "--corruptions", "contrast", "--limit", "64", "--out", run)
+    assert call(monkeypatch, capsys, *arguments)[0] == 0
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    code, out, err = call(monkeypatch, capsys, "report", run, "--out", str(tmp_path / "page.html"))
+    assert (code, err) == (0, "")
+    assert "tent + come" in out
+    assert (tmp_path / "page.html").exists()
+    for format_, words in (("md", "|tent + come|"), ("latex", "toprule"), ("csv", "tent,come,"), ("json", '"tent"')):
+        code, out, _ = call(monkeypatch, capsys, "report", run, "--format", format_, "--metric", "fpr")
+        assert (code, words in out) == (0, True), out
+    code, out, _ = call(monkeypatch, capsys, "report", run, "--figures", "svg", "--score", "energy")
+    assert code == 0
+    assert list((tmp_path / "run" / "figures").glob("*.svg"))
+    code, out, err = call(monkeypatch, capsys, "compare", run, run, "--all")
+    assert (code, err) == (0, "")
+    assert "0 better, 0 worse, 3 the same" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_reports_of_what_is_no_run(tmp_path, monkeypatch, capsys):
+    for arguments, words in (
+        (("report", str(tmp_path / "no")), "no run folder of come"),
+        (("compare", str(tmp_path), str(tmp_path)), "no run folder of come"),
+        (("report", str(tmp_path), "--format", "doc"), "no format 'doc'"),
+        (("report", str(tmp_path), "--figures", "gif"), "no figure format 'gif'"),
+        (("report", str(tmp_path), "--score", "enrgy"), "did you mean 'energy'"),
+    ):
+        code, _, err = call(monkeypatch, capsys, *arguments)
+        assert code == 2
+        assert words in err
+    assert not list(tmp_path.iterdir())
+    come.bench.RunFolder(tmp_path / "empty")
+    code, _, err = call(monkeypatch, capsys, "report", str(tmp_path / "empty"))
+    assert (code, "no finished cell" in err) == (2, True)
+
+
+def test_reproduce(tmp_path, monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "reproduce", "--list")
+    assert code == 0
+    assert "figure-collapse" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+    out_folder = tmp_path / "run"
+    code, out, err = call(monkeypatch, capsys, "reproduce", "mixed", "--methods", "source,tent", "--limit", "32",
+                          "--out", str(out_folder))  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "not the paper's model and data" in out
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    assert "|tent + come|" in (out_folder / "paper.md").read_text()
+    assert (out_folder / "report.html").exists()
+    code, _, err = call(monkeypatch, capsys, "reproduce", "abltion")
+    assert (code, "did you mean 'ablation'" in err) == (2, True)
+    code, _, err = call(monkeypatch, capsys, "reproduce", "ablation", "--seeds", "x")
+    assert (code, "seeds is 'x'" in err) == (2, True)
 
 
 def test_a_configuration_file_and_options_over_it(tmp_path, monkeypatch, capsys):
@@ -70,7 +128,7 @@ def test_presets(monkeypatch, capsys):
     assert "spatter" in every
 
 
-@pytest.mark.parametrize("kind", cli.LISTS)
+@pytest.mark.parametrize("kind", lists.LISTS)
 def test_lists(kind, monkeypatch, capsys):
     code, out, _ = call(monkeypatch, capsys, "list", kind)
     assert code == 0

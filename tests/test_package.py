@@ -55,7 +55,7 @@ LAYERS = [
     ["data", "models"],
     ["settings"],
     ["bench"],
-    ["report"],
+    ["report", "compare", "reproduce"],
     ["cli"],
     ["__main__"],
 ]

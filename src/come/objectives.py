@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.errors import ConfigError, InputError, require
+from come.errors import ConfigError, InputError, require, unknown
 from come.inputs import exact
-from come.registry import Registry
+from come.registry import Registry, parse
 
 Evidence = Literal["exp", "exp-1", "relu", "softplus"]
 
@@ -310,9 +310,13 @@ def names() -> list[str]:
 def get(objective: str | Objective) -> Objective:
     """The objective of that name, or the object itself if it is one already.
 
+    A name may carry arguments, `name:argument=value:...`, so that ablations can be asked for on the command line.
+
     Example:
         >>> get("em")
         Softmax(freeze_norm=False, p=2.0, tau=1.0)
+        >>> get("come:freeze_norm=false:tau=2")
+        Opinion(freeze_norm=False, p=2.0, tau=2.0, evidence='exp', eps=0.0)
     """
     if isinstance(objective, Objective):
         return objective
@@ -320,7 +324,16 @@ def get(objective: str | Objective) -> Objective:
         raise ConfigError(
             f"objective is {objective!r}; give a name ({', '.join(names())}) or an instance of come.Objective"
         )
-    return _registry.get(objective)
+    name, changes = parse(objective)
+    found = _registry.get(name)
+    known: set[str] = {f.name for f in fields(found)} if is_dataclass(found) else set()
+    for key in changes:
+        if key not in known:
+            raise unknown(f"argument of the objective {name}", key, known)
+    try:
+        return replace(found, **changes) if changes else found  # type: ignore[type-var]
+    except TypeError as error:
+        raise ConfigError(f"objective {objective!r} has a value of the wrong type: {error}") from error
 
 
 def register(name: str, objective: Objective) -> None:

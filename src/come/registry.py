@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from importlib.metadata import entry_points as installed_entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from come.errors import ConfigError, unknown
 
@@ -67,3 +68,35 @@ class Registry(Generic[T]):
                     self.add(point.name, point.load())
                 except Exception as error:  # somebody else's package must not take ours down
                     warnings.warn(f"{self.kind} {point.name!r} of {point.value} is left out: {error}", stacklevel=3)
+
+
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """`name:key=value:...` -> the name and the values, each read as JSON, else as a number, else as text.
+
+    Example:
+        >>> parse("come:tau=2:freeze_norm=false")
+        ('come', {'tau': 2, 'freeze_norm': False})
+    """
+    name, *parts = spec.split(":")
+    values: dict[str, Any] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not (key and equals and text):
+            raise ConfigError(f"{part!r} in {spec!r} is not KEY=VALUE; write e.g. {name}:{key or 'key'}=1")
+        values[key] = literal(text)
+    return name, values
+
+
+def literal(text: str) -> Any:
+    """A value as people type it: JSON, a number, or text.
+
+    Example:
+        >>> literal("true"), literal("5e-4"), literal("inf"), literal("sgd")
+        (True, 0.0005, inf, 'sgd')
+    """
+    for read in (json.loads, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

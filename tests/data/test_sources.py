@@ -155,7 +155,7 @@ def test_workers_and_batch_size_change_nothing(folder):
 
 def test_the_stream_is_corrupted_by_the_identity_of_each_image():
     source = GlyphSource(size=8)
-    stream = Stream("glyphs", (5, 2), "fog", 3, 7)
+    stream = Stream.of("glyphs", (5, 2), "fog", 3, 7)
     (batch,) = batches(source, stream, Preprocess(32))
     expected = corrupt(source.load([2]).images, "fog", 3, seed=7, index=torch.tensor([2]))
     assert torch.equal(batch.images[1:], Preprocess(32)(expected))
@@ -181,8 +181,8 @@ def test_foreign_manifests_are_refused(tmp_path, text):
 
 def test_bad_streams():
     with pytest.raises(come.ConfigError, match="severity is 6; it must be from 1 to 5"):
-        Stream("glyphs", (0,), "fog", 6, 0)
+        Stream.of("glyphs", (0,), "fog", 6, 0)
     with pytest.raises(come.ConfigError, match="did you mean 'fog'"):
-        Stream("glyphs", (0,), "fogg", 5, 0)
+        Stream.of("glyphs", (0,), "fogg", 5, 0)
     with pytest.raises(come.ConfigError, match="order is"):
-        Stream("glyphs", (-1,), "fog", 5, 0)
+        Stream.of("glyphs", (-1,), "fog", 5, 0)

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from come import settings
-from come.data import Account, Source, batches
-from come.method import Method
+from come.data import Account, Batch, Source, batches
+from come.errors import ComeError, InputError
+from come.method import Method, Step
 from come.methods import get as get_method
-from come.metrics import accuracy, fpr
+from come.metrics import SCORES, brier, fpr, nll, summary
 from come.models import Model
 
 Rows = dict[str, Tensor]
-"""One entry per sample: index, label, prediction, confidence, msp, uncertainty, entropy, energy, norm, used, domain."""
+"""One entry per sample: index, label (-1: outlier), prediction, confidence, msp, uncertainty, entropy, energy, norm, nll,
+brier, finite, used, domain (number of the episode), kind (place in the stream's shifts)."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Cell:
     normalisation: str = "model"
     source_data: str | None = None
     source_size: int = 2000
+    outliers: str | None = None
+    outlier_ratio: float = 0.5
+    imbalance: float | None = None
+    rounds: int = 1
     replay: str | None = None
     """Digest of the manifests that are replayed, if any."""
 
@@ -60,15 +66,36 @@ class Cell:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     @property
+    def base(self) -> str:
+        """The registered name of the method; `method` may carry arguments, as in "tent:keep=0.5"."""
+        return self.method.partition(":")[0]
+
+    @property
     def adapter(self) -> tuple[str, str, str, int | None]:
         """What two cells must share to use one adapter, one after the other."""
-        seed = self.seed if "seed" in get_method(self.method).hyperparameters() else None
+        seed = self.seed if "seed" in get_method(self.base).hyperparameters() else None
         return self.method, self.objective, json.dumps(self.hyper, sort_keys=True), seed
 
-    def episodes(self) -> list[settings.Episode]:
-        """The streams of this cell, in order."""
-        setting = settings.get(self.setting)
-        return list(setting.episodes(self.data, self.size, self.corruptions, self.severity, self.seed))
+    def episodes(self, source: Source, outliers: Source | None = None) -> list[settings.Episode]:
+        """The streams of this cell, in order, made of the sources that it names."""
+        world = settings.World(
+            self.data,
+            self.size,
+            self.corruptions,
+            self.severity,
+            self.seed,
+            labels=lambda: source.labels().tolist(),
+            outliers=self.outliers,
+            outliers_size=0 if outliers is None else len(outliers),
+            outlier_ratio=self.outlier_ratio,
+            imbalance=self.imbalance,
+            rounds=self.rounds,
+        )
+        return list(settings.get(self.setting).episodes(world))
+
+
+class UnfitError(ComeError):
+    """A method that cannot be run on this model or these batches; the rest of a grid can be run all the same."""
 
 
 def run_cell(
@@ -80,36 +107,43 @@ def run_cell(
     device: torch.device,
     workers: int = 0,
     episodes: Sequence[settings.Episode] | None = None,
+    outliers: Source | None = None,
     on_batch: Callable[[int], None] = lambda samples: None,
 ) -> tuple[Rows, dict[str, Any]]:
     """Run a cell with an adapter that is at hand.
 
     Args:
         episodes: run these in place of the setting's own (a replayed manifest).
+        outliers: the outlier source, if the streams have outliers.
         on_batch: called with the number of samples done since the last call.
 
     Returns:
         rows, and what is known only after running: metrics, counts, time, memory.
     """
-    account, parts, domains = Account(), [], []
+    account, parts, domains, fresh = Account(), [], [], []
     began = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    for number, episode in enumerate(cell.episodes() if episodes is None else episodes):
+    for number, episode in enumerate(cell.episodes(source, outliers) if episodes is None else episodes):
         if episode.reset:
             method.reset()
         domains.append(episode.stream.domain)
+        fresh.append(episode.reset)
         for batch in batches(
             source,
             episode.stream,
             model.preprocess,
-            batch_size=cell.batch_size,
+            batch_size=episode.batch_size or cell.batch_size,
             device=device,
             workers=workers,
             account=account,
+            outliers=outliers,
         ):
-            step = method.step(batch.images)
-            parts.append(_rows(method, step.logits, step.used, batch.labels, batch.indices, number))
+            try:
+                step = method.step(batch.images)
+            except InputError as error:
+                raise UnfitError(str(error)) from error
+            parts.append(_rows(method, step, batch, number))
             on_batch(len(batch.labels))
     rows = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]} if parts else {}
     if device.type == "cuda":
@@ -119,7 +153,8 @@ def run_cell(
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     return rows, {
         "domains": domains,
-        "metrics": {domain: _metrics(rows, rows["domain"] == i) for i, domain in enumerate(domains)} if rows else {},
+        "metrics": domain_metrics(rows, domains, fresh),
+        "fresh": fresh,
         "samples": len(rows["label"]) if rows else 0,
         "bad_images": account.bad,
         "lr": method.learning_rate(cell.batch_size) if method.descends else None,
@@ -129,36 +164,50 @@ def run_cell(
     }
 
 
-def _rows(
-    method: Method, logits: Tensor, used: Tensor | None, labels: Tensor, indices: Tensor, domain: int
-) -> dict[str, Tensor]:
-    """What is kept of each sample; all tensors stay on the device."""
-    z = logits.float()
+def _rows(method: Method, step: Step, batch: Batch, domain: int) -> dict[str, Tensor]:
+    """What is kept of each sample; all tensors stay on the device. A diverged model has values too: the least confident."""
+    z, labels = step.logits.float(), batch.labels
+    finite = z.isfinite().all(dim=1)
+    z = torch.where(finite[:, None], z, 0)
     log_p = z.log_softmax(dim=1)
     probability, prediction = log_p.exp().max(dim=1)
     return {
-        "index": indices.to(torch.int32),
+        "index": batch.indices.to(torch.int32),
         "label": labels.to(torch.int32),
         "prediction": prediction.to(torch.int32),
-        "confidence": method.objective.confidence(z).float(),
-        "msp": probability,
-        "uncertainty": method.objective.uncertainty(z).float(),
+        "confidence": torch.where(finite, method.objective.confidence(z).float(), 0),
+        "msp": torch.where(finite, probability, 0),
+        "uncertainty": torch.where(finite, method.objective.uncertainty(z).float(), 1),
         "entropy": -(log_p.exp() * log_p).sum(dim=1),
         "energy": z.logsumexp(dim=1),
         "norm": z.norm(dim=1),
-        "used": torch.zeros_like(prediction, dtype=torch.bool) if used is None else used,
+        "nll": nll(log_p, labels),
+        "brier": brier(log_p, labels),
+        "finite": finite,
+        "used": torch.zeros_like(finite) if step.used is None else step.used,
         "domain": torch.full_like(labels, domain, dtype=torch.int16),
+        "kind": batch.kinds.to(torch.int16),
     }
 
 
-def _metrics(rows: Rows, chosen: Tensor) -> dict[str, float]:
-    label, prediction = rows["label"][chosen], rows["prediction"][chosen]
-    return {
-        "accuracy": accuracy(prediction, label),
-        "fpr": fpr(rows["confidence"][chosen], prediction == label),
-        "samples": int(chosen.sum()),
-        "used": rows["used"][chosen].double().mean().item(),
-    }
+def domain_metrics(
+    rows: Rows, domains: Sequence[str], fresh: Sequence[bool], score: str = "confidence"
+) -> dict[str, dict[str, float]]:
+    """All metrics of each domain; where the method was not reset before it, also the FPR over everything since."""
+    found: dict[str, dict[str, float]] = {}
+    since = 0
+    for i, domain in enumerate(domains):
+        since = i if fresh[i] else since
+        here = {name: value[rows["domain"] == i] for name, value in rows.items()}
+        found[domain] = summary(here, score=score)
+        found[domain]["diverged"] = 1 - here["finite"].double().mean().item() if len(here["finite"]) else 0.0
+        if since < i:
+            so_far = (rows["domain"] >= since) & (rows["domain"] <= i)
+            right = rows["prediction"][so_far] == rows["label"][so_far]
+            found[domain]["fpr_so_far"] = fpr(SCORES[score]({n: v[so_far] for n, v in rows.items()}), right)
+        elif len(domains) > 1 and not all(fresh):
+            found[domain]["fpr_so_far"] = found[domain]["fpr"]
+    return found
 
 
 def surroundings(device: torch.device) -> dict[str, Any]:

@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 from come import corruptions, methods, objectives, settings
 from come.bench.cell import Cell
 from come.errors import ConfigError, require, unknown
+from come.registry import literal, parse
 
 GIVEN = frozenset({"objective", "source", "normalisation", "seed"})
 """Hyper-parameters that a run sets itself: by its objectives, data, model and seeds."""
@@ -34,8 +36,10 @@ class Plan:
     setting: str = "standard"
     methods: tuple[str, ...] = ("source", "norm", "tent", "eata", "sar")
     objectives: tuple[str, ...] = ("em", "come")
-    corruptions: tuple[str, ...] = QUICK
-    severity: int = 5
+    corruptions: tuple[str, ...] | None = None
+    """None is the setting's own choice, or one of each group."""
+    severity: int | None = None
+    """None is the setting's own: 5, or 3 in an open world."""
     batch_size: int = 64
     seeds: tuple[int, ...] = (0,)
     hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -46,56 +50,96 @@ class Plan:
     source_size: int = 2000
     limit: int | None = None
     """Use the first samples only; None uses all."""
+    outliers: tuple[str, ...] | None = None
+    """Outlier sources of an open world, beside the column without any; None is those of `glyphs`."""
+    outlier_ratio: float = 0.5
+    imbalance: float | None = None
+    """How many times likelier a class is in its own part of an imbalanced stream; None is infinitely."""
+    rounds: int = 1
+    """How often a lifelong stream goes through the corruptions."""
 
     def __post_init__(self) -> None:
-        for name in self.methods:
-            methods.get(name)
+        setting = settings.get(self.setting)
+        if self.severity is None:
+            object.__setattr__(self, "severity", setting.severity)
+        if self.corruptions is None:
+            object.__setattr__(self, "corruptions", QUICK if setting.corruptions is None else setting.corruptions)
         for name in self.objectives:
             objectives.get(name)
-        for name in self.corruptions:
+        assert self.severity is not None
+        for name in self.corruptions or ():
             corruptions.check_choice(name, self.severity, 0, None)
-        settings.get(self.setting)
+        self._check_outliers(setting)
+        require(self.imbalance is None or self.imbalance >= 1, "imbalance", self.imbalance, "at least 1, or None")
+        require(isinstance(self.rounds, int) and self.rounds >= 1, "rounds", self.rounds, "a whole number, at least 1")
         require(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
         require(self.source_size >= 1, "source-size", self.source_size, "at least 1")
         require(self.limit is None or self.limit >= 1, "limit", self.limit, "at least 1")
         for field_name in ("methods", "objectives", "corruptions", "seeds"):
             values = getattr(self, field_name)
-            require(bool(values), field_name, values, "a list of at least one")
+            empty = field_name == "corruptions" and setting.corruptions == ()
+            require(bool(values) or empty, field_name, values, "a list of at least one")
             require(len(set(values)) == len(values), field_name, values, "a list without repetition")
+        for spec in self.methods:
+            name, chosen = parse(spec)
+            self._check_hyper(name, chosen)
         for method, chosen in self.hyper.items():
-            if method not in self.methods:
+            if method not in {parse(spec)[0] for spec in self.methods}:
                 raise unknown("method in this run", method, self.methods)
-            known = methods.get(method).hyperparameters()
-            for key in chosen:
-                if key not in known or key in GIVEN:
-                    raise unknown(f"hyper-parameter of {method}", key, set(known) - GIVEN)
+            self._check_hyper(method, chosen)
+
+    def _check_hyper(self, method: str, chosen: dict[str, Any]) -> None:
+        known = methods.get(method).hyperparameters()
+        for key in chosen:
+            if key not in known or key in GIVEN:
+                raise unknown(f"hyper-parameter of {method}", key, set(known) - GIVEN)
+
+    def _check_outliers(self, setting: settings.Setting) -> None:
+        require(0 < self.outlier_ratio < 1, "outlier-ratio", self.outlier_ratio, "between 0 and 1")
+        if setting.pieces != "outliers":
+            require(self.outliers is None, "outliers", self.outliers, "left out: only the open-world setting has them")
+        elif self.outliers is None:
+            if self.data.partition(":")[0] != "glyphs":
+                raise ConfigError(
+                    f"the open-world setting needs outliers for {self.data!r}: give --outliers, e.g. folder:textures"
+                )
+            object.__setattr__(self, "outliers", ("glyph-outliers:near", "glyph-outliers:far"))
 
     def cells(self, size: int) -> Iterator[Cell]:
         """The cells of the plan for a source of `size` samples, those that share an adapter next to each other."""
         setting = settings.get(self.setting)
-        pieces = [(name,) for name in self.corruptions] if setting.independent else [self.corruptions]
-        for method in self.methods:
+        shifts, severity = self.corruptions, self.severity
+        assert shifts is not None
+        assert severity is not None
+        by_corruption = [(name,) for name in shifts] if setting.pieces else [shifts]
+        outliers = (None, *(self.outliers or ())) if setting.pieces == "outliers" else (None,)
+        for spec in self.methods:
+            method, variant = parse(spec)
+            hyper = setting.hyper.get(method, {}) | self.hyper.get(method, {}) | variant
             # A method that minimises nothing is the same with every objective but for its score: run it with the first.
             for objective in self.objectives if methods.get(method).minimises else self.objectives[:1]:
-                for seed in self.seeds:
-                    for piece in pieces:
-                        yield Cell(
-                            model=self.model,
-                            data=self.data,
-                            size=size if self.limit is None else min(size, self.limit),
-                            setting=self.setting,
-                            corruptions=piece,
-                            severity=self.severity,
-                            method=method,
-                            objective=objective,
-                            hyper=self.hyper.get(method, {}),
-                            batch_size=self.batch_size,
-                            seed=seed,
-                            checkpoint=self.checkpoint,
-                            normalisation=self.normalisation,
-                            source_data=self.source_data,
-                            source_size=self.source_size,
-                        )
+                for seed, piece, outlier in product(self.seeds, by_corruption, outliers):
+                    yield Cell(
+                        model=self.model,
+                        data=self.data,
+                        size=size if self.limit is None else min(size, self.limit),
+                        setting=self.setting,
+                        corruptions=piece,
+                        severity=severity,
+                        method=spec,
+                        objective=objective,
+                        hyper=hyper,
+                        batch_size=self.batch_size,
+                        seed=seed,
+                        checkpoint=self.checkpoint,
+                        normalisation=self.normalisation,
+                        source_data=self.source_data,
+                        source_size=self.source_size,
+                        outliers=outlier,
+                        outlier_ratio=self.outlier_ratio if outlier else 0.5,
+                        imbalance=self.imbalance,
+                        rounds=self.rounds,
+                    )
 
     @property
     def slug(self) -> str:
@@ -129,9 +173,4 @@ def parse_hyper(text: str) -> tuple[str, str, Any]:
     method, dot, key = target.partition(".")
     if not (equals and dot and method and key and value):
         raise ConfigError(f"--set {text!r} is not METHOD.NAME=VALUE; write e.g. --set tent.lr=5e-4")
-    for read in (json.loads, float):
-        try:
-            return method, key, read(value)
-        except ValueError:
-            continue
-    return method, key, value
+    return method, key, literal(value)

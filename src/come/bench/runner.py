@@ -12,13 +12,13 @@ import torch
 
 from come import models
 from come.adapting import adapt
-from come.bench.cell import Cell, run_cell, surroundings
+from come.bench.cell import Cell, UnfitError, run_cell, surroundings
 from come.bench.plan import Plan
 from come.bench.store import Record, RunFolder
 from come.data import Geometry, Source, open_source
 from come.data.sources import OnBadImage
-from come.data.streams import Stream
-from come.errors import InputError
+from come.data.streams import OUTLIER, Stream
+from come.errors import InputError, ModelError
 from come.method import Method
 from come.methods import get as get_method
 from come.settings import Episode
@@ -35,6 +35,9 @@ class Progress:
 
     def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
         """It is done, now or in an earlier run."""
+
+    def refuse(self, cell: Cell, reason: str) -> None:
+        """The method cannot be run on this model or stream; the others can."""
 
 
 @dataclass
@@ -81,7 +84,12 @@ class Bench:
                 f"{self._model.num_classes}; choose a model and data that belong together"
             )
         held = self._source.holds
-        missing = [] if held is None else [name for name in plan.corruptions if name not in held]
+        shifts = plan.corruptions or ()
+        if held is not None and not shifts:
+            raise InputError(
+                f"{self._source.name} holds corrupted images only; the {plan.setting} setting needs clean ones: folder:PATH"
+            )
+        missing = [] if held is None else [name for name in shifts if name not in held]
         if missing:
             raise InputError(
                 f"{self._source.name} does not hold {', '.join(missing)}; it holds {', '.join(held or ())}"
@@ -91,11 +99,15 @@ class Bench:
             replay = hashlib.sha256(repr(sorted(self.streams, key=repr)).encode()).hexdigest()[:16]
         self.cells: list[Cell] = [replace(cell, replay=replay) for cell in plan.cells(len(self._source))]
         for stream in self.streams or []:
-            if stream.data != plan.data or (stream.order and max(stream.order) >= len(self._source)):
+            last = max((i for p, i in enumerate(stream.order) if stream.kind(p) != OUTLIER), default=0)
+            if stream.data != plan.data or last >= len(self._source):
                 raise InputError(
-                    f"the stream is of {stream.data!r} up to index {max(stream.order, default=0)}, the data is {plan.data!r} "
+                    f"the stream is of {stream.data!r} up to index {last}, the data is {plan.data!r} "
                     f"with {len(self._source)} samples; replay it on the data it was made from"
                 )
+        self._outliers: dict[str, Source] = {}
+        self.refused: dict[str, tuple[Cell, str]] = {}
+        """Cells that could not be run, by key, and why."""
         self._adapter: tuple[tuple[str, str, str, int | None], Method] | None = None
 
     def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
@@ -114,7 +126,9 @@ class Bench:
                 waiting = later
         finally:
             self.release()
-        return [done[cell.key] for cell in self.cells]
+        if not done and self.refused:
+            raise InputError(next(iter(self.refused.values()))[1])
+        return [done[cell.key] for cell in self.cells if cell.key in done]
 
     def release(self) -> None:
         """Give the model back."""
@@ -130,13 +144,20 @@ class Bench:
                 if not mine:
                     return False
                 record = None if fresh else folder.record(cell)  # another process may have finished it just now
-                record = record or self._run(cell, folder, progress)
+                try:
+                    record = record or self._run(cell, folder, progress)
+                except UnfitError as error:
+                    self.refused[cell.key] = (cell, str(error))
+                    progress.refuse(cell, str(error))
+                    return True
         done[cell.key] = record
         progress.finish(cell, record, resumed)
         return True
 
     def _run(self, cell: Cell, folder: RunFolder, progress: Progress) -> Record:
-        episodes = self._replayed(cell) if self.streams else cell.episodes()
+        outliers = self._outlier_source(cell.outliers)
+        episodes = self._replayed(cell) if self.streams else cell.episodes(self._source, outliers)
+        outliers = outliers or self._outlier_source(next((e.stream.outliers for e in episodes), None))
         for episode in episodes:
             folder.write_stream(episode.stream)
         progress.start(cell, sum(len(episode.stream) for episode in episodes))
@@ -148,13 +169,16 @@ class Bench:
             device=self._device,
             workers=self.workers,
             episodes=episodes,
+            outliers=outliers,
             on_batch=progress.advance,
         )
         return folder.write(cell, rows, result, surroundings(self._device))
 
     def _replayed(self, cell: Cell) -> list[Episode]:
         chosen = [
-            Episode(s, reset=True) for s in self.streams or [] if s.domain in cell.corruptions and s.seed == cell.seed
+            Episode(s, reset=True)
+            for s in self.streams or []
+            if {name for name, _ in s.shifts} & set(cell.corruptions) and s.seed == cell.seed
         ]
         if not chosen:
             raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
@@ -165,16 +189,26 @@ class Bench:
         if self._adapter is not None and self._adapter[0] != cell.adapter:
             self.release()
         if self._adapter is None:
-            arguments, known = dict(cell.hyper), get_method(cell.method).hyperparameters()
+            arguments, known = dict(cell.hyper), get_method(cell.base).hyperparameters()
             if "source" in known:
                 arguments["source"] = list(self._source_batches(cell))
             if "normalisation" in known:
                 arguments["normalisation"] = (self._model.preprocess.mean, self._model.preprocess.std)
             if "seed" in known:
                 arguments["seed"] = cell.seed
-            method = adapt(self._model.module, cell.method, cell.objective, **arguments)
+            try:
+                method = adapt(self._model.module, cell.base, cell.objective, **arguments)
+            except ModelError as error:
+                raise UnfitError(str(error)) from error
             self._adapter = (cell.adapter, method)
         return self._adapter[1]
+
+    def _outlier_source(self, spec: str | None) -> Source | None:
+        if spec is None:
+            return None
+        if spec not in self._outliers:
+            self._outliers[spec] = open_source(spec, self._geometry, self.on_bad_image)
+        return self._outliers[spec]
 
     def _source_batches(self, cell: Cell) -> Iterable[torch.Tensor]:
         clean = open_source(cell.source_data, self._geometry, self.on_bad_image) if cell.source_data else self._source

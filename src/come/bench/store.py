@@ -10,11 +10,13 @@ RUN/streams/*.json        the manifests, for whoever wants to replay them
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from come import corruptions
-from come.bench.cell import Cell, Rows
+from come.bench.cell import Cell, Rows, domain_metrics
 from come.data.streams import Stream
 from come.errors import StateError
 from come.files import replacing
@@ -123,6 +125,19 @@ class RunFolder:
         except (OSError, SafetensorError) as error:
             raise StateError(f"cannot read the rows of cell {key} in {self.path}: {error}") from error
 
+    def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
+        """Records with the metrics that follow from their rows under another score, of `come.metrics.SCORES`."""
+        return [
+            replace(
+                r,
+                result={
+                    **r.result,
+                    "metrics": domain_metrics(self.rows(r.key), r.result["domains"], r.result["fresh"], score),
+                },
+            )
+            for r in records
+        ]
+
     def write(self, cell: Cell, rows: Rows, result: dict[str, Any], surroundings: dict[str, Any]) -> Record:
         """Store a finished cell: rows first, the record last, each whole or not at all."""
         as_json = json.loads(json.dumps(asdict(cell)))
@@ -143,7 +158,8 @@ class RunFolder:
 
     def write_stream(self, stream: Stream) -> None:
         """Keep a manifest, once."""
-        name = f"{stream.domain}-severity{stream.severity}-seed{stream.seed}-{len(stream)}.json"
+        digest = hashlib.sha256(repr(stream).encode()).hexdigest()[:8]
+        name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', stream.domain)}-seed{stream.seed}-{digest}.json"
         if not (self.streams / name).exists():
             try:
                 with replacing(self.streams / name) as beside:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from come.corruptions import corrupt
 from come.data.sources import Loaded, Source
-from come.data.streams import Stream
+from come.data.streams import OUTLIER, Stream
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Batch:
     """(B,) int64 on the device; -1 marks an outlier"""
     indices: Tensor
     """(B,) int64: which samples of the source these are"""
-    domain: str
+    kinds: Tensor
+    """(B,) int64: places in `Stream.shifts`; -1 marks an outlier"""
 
 
 @dataclass
@@ -36,18 +37,42 @@ class Account:
     waited: float = 0.0
 
 
-class _Chunks(Dataset[Loaded]):
-    """The stream cut into batches; a worker loads a whole one."""
+class _Chunks(Dataset[tuple[Loaded, Tensor]]):
+    """The stream cut into batches; a worker loads a whole one, in the order of the stream, and says of what kind each is."""
 
-    def __init__(self, source: Source, stream: Stream, batch_size: int) -> None:
-        self.source, self.stream, self.batch_size = source, stream, batch_size
+    def __init__(self, source: Source, stream: Stream, batch_size: int, outliers: Source | None) -> None:
+        self.source, self.stream, self.batch_size, self.outliers = source, stream, batch_size, outliers
 
     def __len__(self) -> int:
         return -(-len(self.stream) // self.batch_size)
 
-    def __getitem__(self, i: int) -> Loaded:
-        chunk = self.stream.order[i * self.batch_size : (i + 1) * self.batch_size]
-        return self.source.load(chunk, self.stream.corruption, self.stream.severity)
+    def __getitem__(self, i: int) -> tuple[Loaded, Tensor]:
+        stream = self.stream
+        places = range(i * self.batch_size, min((i + 1) * self.batch_size, len(stream)))
+        parts: list[Loaded] = []
+        kinds: list[int] = []
+        where: list[int] = []
+        for kind in sorted({stream.kind(p) for p in places}):
+            chosen = [p for p in places if stream.kind(p) == kind]
+            loaded = self._load([stream.order[p] for p in chosen], kind)
+            parts.append(loaded)
+            kinds += [kind] * len(loaded.labels)
+            where += _places(chosen, [stream.order[p] for p in chosen], loaded.indices.tolist())
+        back = torch.tensor(where, dtype=torch.int64).argsort()
+        loaded = Loaded(
+            torch.cat([part.images for part in parts])[back],
+            torch.cat([part.labels for part in parts])[back],
+            torch.cat([part.indices for part in parts])[back],
+            sum(part.bad for part in parts),
+        )
+        return loaded, torch.tensor(kinds, dtype=torch.int64)[back]
+
+    def _load(self, indices: list[int], kind: int) -> Loaded:
+        if kind != OUTLIER:
+            return self.source.load(indices, *self.stream.shifts[kind])
+        assert self.outliers is not None
+        loaded = self.outliers.load(indices)
+        return loaded._replace(labels=torch.full_like(loaded.labels, -1))
 
 
 def batches(
@@ -59,6 +84,7 @@ def batches(
     device: str | torch.device = "cpu",
     workers: int = 0,
     account: Account | None = None,
+    outliers: Source | None = None,
 ) -> Iterator[Batch]:
     """The stream in batches, in its order.
 
@@ -76,20 +102,45 @@ def batches(
     account = account or Account()
     device = torch.device(device)
     loader = DataLoader(
-        _Chunks(source, stream, batch_size),
+        _Chunks(source, stream, batch_size, outliers),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         pin_memory=device.type == "cuda",
     )
     since = time.perf_counter()
-    for loaded in loader:
+    for loaded, kinds in loader:
         account.waited += time.perf_counter() - since
         account.bad += loaded.bad
         if len(loaded.labels):
             images = loaded.images.to(device, non_blocking=True)
-            if stream.corruption is not None and source.holds is None:
-                images = corrupt(images, stream.corruption, stream.severity, seed=stream.seed, index=loaded.indices)
+            if source.holds is None:
+                images = _corrupted(images, stream, loaded.indices, kinds)
             labels = loaded.labels.to(device, non_blocking=True)
-            yield Batch(preprocess(images), labels, loaded.indices, stream.domain)
+            yield Batch(preprocess(images), labels, loaded.indices, kinds)
         since = time.perf_counter()
+
+
+def _places(chosen: list[int], asked: list[int], got: list[int]) -> list[int]:
+    """Places in the stream of the samples that could be read: `got` is `asked` without some."""
+    places, left = [], iter(got)
+    expected = next(left, None)
+    for place, index in zip(chosen, asked, strict=True):
+        if index == expected:
+            places.append(place)
+            expected = next(left, None)
+    return places
+
+
+def _corrupted(images: Tensor, stream: Stream, indices: Tensor, kinds: Tensor) -> Tensor:
+    """Each image of a batch corrupted as its kind is."""
+    for kind, (corruption, severity) in enumerate(stream.shifts):
+        chosen = (kinds == kind).nonzero()[:, 0]
+        if corruption is None or not len(chosen):
+            continue
+        if len(chosen) == len(images):
+            return corrupt(images, corruption, severity, seed=stream.seed, index=indices)
+        there = chosen.to(images.device)
+        part = corrupt(images[there], corruption, severity, seed=stream.seed, index=indices[chosen])
+        images = images.index_copy(0, there, part)
+    return images

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from come.corruptions import names as corruption_names
-from come.data.glyphs import Glyphs
+from come.data.glyphs import GlyphOutliers, Glyphs
 from come.errors import InputError, unknown
 
 OnBadImage = Literal["raise", "skip"]
@@ -65,6 +65,10 @@ class Source(ABC):
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """The samples at `indices`. Corruption and severity only choose among files (`holds`)."""
 
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64."""
+        return self.load(range(len(self)), (self.holds or (None,))[0]).labels
+
     def source_images(self, count: int) -> Tensor:
         """`count` clean images of the source domain (uint8), for methods that need some."""
         if self.holds is not None:
@@ -104,6 +108,35 @@ class GlyphSource(Source):
     def source_images(self, count: int) -> Tensor:
         """Images of the split that is kept for this."""
         return Glyphs("source", count).batch(range(count))[0]
+
+
+class GlyphOutlierSource(Source):
+    """Images of no class, drawn on the fly: characters of other scripts ("near") or textures ("far").
+
+    Example:
+        >>> GlyphOutlierSource("glyph-outliers:far", "far", size=50).load([0]).labels
+        tensor([-1])
+    """
+
+    num_classes = 0
+
+    def __init__(self, name: str, kind: str, size: int = 3000) -> None:
+        if kind not in ("near", "far"):
+            raise unknown("kind of glyph outliers", kind, ("near", "far"))
+        self.name = name
+        self._data = GlyphOutliers(kind, size)  # type: ignore[arg-type]
+        self._drawn: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._data)
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Draw, or look up what was drawn before."""
+        if self._drawn is None:
+            self._drawn = self._data.batch(range(len(self)))[0]
+        chosen = torch.as_tensor(list(indices))
+        return Loaded(self._drawn[chosen], torch.full_like(chosen, -1), chosen)
 
 
 class _Files(Source):
@@ -162,6 +195,10 @@ class FolderSource(_Files):
         """Number of samples."""
         return len(self._files)
 
+    def labels(self) -> Tensor:
+        """The labels of all samples; no picture is read for them."""
+        return torch.tensor([label for _, label in self._files])
+
     def _path(self, index: int, corruption: str | None, severity: int) -> tuple[Path, int]:
         return self._files[index]
 
@@ -185,6 +222,10 @@ class ImageNetCSource(_Files):
     def __len__(self) -> int:
         """Number of samples of one corruption."""
         return len(self._files)
+
+    def labels(self) -> Tensor:
+        """The labels of all samples; no picture is read for them."""
+        return torch.tensor([label for _, label in self._files])
 
     def _path(self, index: int, corruption: str | None, severity: int) -> tuple[Path, int]:
         file, label = self._files[index]
@@ -217,6 +258,10 @@ class CifarCSource(Source):
     def __len__(self) -> int:
         """Number of samples of one corruption and severity."""
         return self._each
+
+    def labels(self) -> Tensor:
+        """The labels of all samples."""
+        return self._labels[: self._each]
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """Read from the memory-mapped array."""
@@ -312,6 +357,7 @@ def _open_torchvision(name: str, rest: str, geometry: Geometry, on_bad_image: On
 Opener = Callable[[str, str, Geometry, OnBadImage], Source]
 OPENERS: dict[str, tuple[str, Opener]] = {
     "glyphs": ("glyphs[:SIZE]", lambda name, rest, *_: GlyphSource(name, _count(name, rest) if rest else 3000)),
+    "glyph-outliers": ("glyph-outliers:near|far", lambda name, rest, *_: GlyphOutlierSource(name, rest)),
     "folder": ("folder:PATH", FolderSource),
     "tiny-imagenet": ("tiny-imagenet:PATH", FolderSource),
     "imagenet-c": ("imagenet-c:PATH", ImageNetCSource),
@@ -321,6 +367,7 @@ OPENERS: dict[str, tuple[str, Opener]] = {
 }
 DESCRIPTIONS: dict[str, str] = {
     "glyphs": "embedded: 100 classes of characters, 32x32, drawn on the fly",
+    "glyph-outliers": "embedded: images of no class, for the open-world setting",
     "folder": "one subfolder of images per class, corrupted on the fly",
     "tiny-imagenet": "wnid/images/*.JPEG or wnid/*.JPEG, corrupted on the fly",
     "imagenet-c": "the published layout corruption/severity/class/image",

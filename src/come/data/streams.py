@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from come.corruptions import check_choice
-from come.errors import InputError, require
+from come.errors import ConfigError, InputError, require
 
-FORMAT = "come-stream-1"
+FORMAT = "come-stream-2"
+OUTLIER = -1
+"""In `Stream.kinds`: a sample of the outlier source."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,12 @@ class Stream:
 
     Args:
         data: specification of the source, e.g. "glyphs".
-        order: indices into the source, first to last.
-        corruption: a name of `come.corruptions.names()`, or None for clean images.
-        severity: 1 to 5.
+        order: indices into the source, first to last; of an outlier, into the outlier source.
+        shifts: (corruption, severity) of each kind of sample in the stream; a corruption of None is a clean image.
+        kinds: for each sample its place in `shifts`, or -1 for an outlier, which is never corrupted; empty if all are 0.
         seed: of the corruption; image i is corrupted by (seed, i), wherever it stands in the order.
+        domain: what the samples have in common, for tables.
+        outliers: specification of the outlier source, if there are outliers.
 
     Example:
         >>> stream = Stream.shuffled("glyphs", 5, corruption="fog", severity=5, seed=1)
@@ -33,25 +39,46 @@ class Stream:
 
     data: str
     order: tuple[int, ...]
-    corruption: str | None = None
-    severity: int = 5
+    shifts: tuple[tuple[str | None, int], ...] = ((None, 5),)
+    kinds: tuple[int, ...] = ()
     seed: int = 0
+    domain: str = "clean"
+    outliers: str | None = None
 
     def __post_init__(self) -> None:
-        if self.corruption is not None:
-            check_choice(self.corruption, self.severity, self.seed, None)
+        require(bool(self.shifts), "shifts", self.shifts, "a list of at least one (corruption, severity)")
+        for corruption, severity in self.shifts:
+            if corruption is not None:
+                check_choice(corruption, severity, self.seed, None)
         require(all(isinstance(i, int) and i >= 0 for i in self.order), "order", self.order, "a list of indices >= 0")
+        require(len(self.kinds) in (0, len(self.order)), "kinds", len(self.kinds), f"one for each of {len(self.order)}")
+        low = OUTLIER if self.outliers is not None else 0
+        if not all(isinstance(k, int) and low <= k < len(self.shifts) for k in self.kinds):
+            raise ConfigError(f"kinds holds a value outside {low} to {len(self.shifts) - 1}: a place in shifts, or -1")
 
     @classmethod
-    def shuffled(cls, data: str, size: int, *, corruption: str | None, severity: int, seed: int) -> Stream:
+    def shuffled(
+        cls, data: str, size: int, *, corruption: str | None, severity: int, seed: int, domain: str | None = None
+    ) -> Stream:
         """All `size` samples of a source once, in an order that follows from the seed."""
-        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-        return cls(data, tuple(order), corruption, severity, seed)
+        return cls.of(data, shuffle(range(size), seed), corruption, severity, seed, domain)
 
-    @property
-    def domain(self) -> str:
-        """What the samples of the stream have in common: the corruption, or "clean"."""
-        return self.corruption or "clean"
+    @classmethod
+    def of(
+        cls,
+        data: str,
+        order: Sequence[int],
+        corruption: str | None,
+        severity: int,
+        seed: int,
+        domain: str | None = None,
+    ) -> Stream:
+        """Samples in the order that is given, all of one kind."""
+        return cls(data, tuple(order), ((corruption, severity),), (), seed, domain or corruption or "clean")
+
+    def kind(self, i: int) -> int:
+        """What kind the sample at place `i` is."""
+        return self.kinds[i] if self.kinds else 0
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -66,11 +93,27 @@ class Stream:
         """Read a manifest that `save` wrote."""
         try:
             found = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"cannot read the stream {path}: {error}; give a manifest that come wrote") from error
         known = {field.name for field in fields(cls)}
         if not isinstance(found, dict) or found.pop("format", None) != FORMAT or set(found) != known:
             raise InputError(f"{path} is not a stream of format {FORMAT!r}; give a manifest that come wrote")
-        if not isinstance(found["order"], list):
-            raise InputError(f"the order in {path} is not a list of indices")
-        return cls(**{**found, "order": tuple(found["order"])})
+        if not all(isinstance(found[key], list) for key in ("order", "kinds", "shifts")):
+            raise InputError(f"the order, kinds or shifts in {path} are not lists")
+        texts: tuple[Any, ...] = (found["data"], found["domain"], found["outliers"] or "")
+        shaped = all(isinstance(s, list) and len(s) == 2 for s in found["shifts"])
+        if not shaped or not all(isinstance(text, str) for text in texts) or not isinstance(found["seed"], int):
+            raise InputError(f"{path} holds values of the wrong kind; give a manifest that come wrote")
+        shifts = tuple((name, severity) for name, severity in found["shifts"])
+        return cls(**{**found, "order": tuple(found["order"]), "kinds": tuple(found["kinds"]), "shifts": shifts})
+
+
+def shuffle(values: Sequence[int], seed: int) -> list[int]:
+    """`values` in an order that follows from the seed.
+
+    Example:
+        >>> shuffle([10, 20, 30], 0)
+        [30, 10, 20]
+    """
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [values[i] for i in order]

@@ -5,6 +5,8 @@ Adapts nothing; needs nothing; one forward per batch.
 
 from __future__ import annotations
 
+import torch
+
 from come.inputs import Input
 from come.method import Method, Step
 from come.select import nothing
@@ -14,7 +16,6 @@ class Source(Method):
     """The source model in evaluation mode.
 
     Example:
-        >>> import torch
         >>> model = torch.nn.Linear(4, 3)
         >>> x = torch.randn(2, 4)
         >>> torch.equal(Source(model)(x), model(x).detach())
@@ -28,6 +29,7 @@ class Source(Method):
     batch_statistics = False
     selects = nothing()
 
+    @torch.no_grad()
     def adapt(self, x: Input) -> Step:
         """Predict."""
         return Step(self.forward(x))

@@ -1,0 +1,43 @@
+"""The command line: `come bench`, `come report`, `come compare`, `come reproduce`, `come list`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from come.cli import bench, lists, reports, reproduce
+from come.cli.app import app
+from come.errors import ComeError
+
+__all__ = ["app", "main"]
+
+for _module in (bench, reports, reproduce, lists):  # in the order of --help
+    _module.add(app)
+
+
+def main() -> None:
+    """Run the command line: one line and exit code 2 for what a user can mend, 130 for Ctrl-C."""
+    debug = "--debug" in sys.argv
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    except ComeError as error:
+        if debug:
+            raise
+        _fail(str(error), 2)
+    except Exception as error:
+        if debug:
+            raise
+        say = getattr(error, "format_message", None)  # typer's word on wrong options
+        if say is not None:
+            _fail(say(), 2)
+        _fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; --debug shows more", 1)
+    if code == 130:
+        _fail("interrupted; finished cells are kept: run the same command to go on", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)

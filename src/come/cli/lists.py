@@ -1,0 +1,71 @@
+"""`come list`: what there is to choose from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from come import corruptions, methods, models, objectives, settings
+from come.data.sources import DESCRIPTIONS as DATA
+from come.data.sources import OPENERS
+from come.errors import unknown
+from come.method import Method
+
+LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
+    "methods": lambda: [
+        ("method", "what it does", "COME", "needs", "cost"),
+        *((n, _summary(m), "yes" if m.minimises else "-", m.needs, m.cost) for n, m in _methods()),
+    ],
+    "objectives": lambda: [
+        ("objective", "what it is"),
+        *((n, _summary(objectives.get(n))) for n in objectives.names()),
+    ],
+    "corruptions": lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
+    "settings": lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
+    "models": lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()],
+    "data": lambda: [("data", "what it is"), *((usage, DATA[kind]) for kind, (usage, _) in OPENERS.items())],
+}
+
+
+NOTES = {"methods": "COME: takes an objective; cost: forwards (f) and backwards (b) of each batch"}
+
+
+def _methods() -> list[tuple[str, type[Method]]]:
+    return [(name, methods.get(name)) for name in methods.names()]
+
+
+def _summary(thing: object) -> str:
+    """The first line of the docstring; for a method, that of its file, which says what it does."""
+    holder = sys.modules[thing.__module__] if isinstance(thing, type) else thing
+    first = (holder.__doc__ or "").strip().splitlines()[0]
+    return (first.partition(": ")[2] or first).rstrip(".")
+
+
+def list_(
+    kind: Annotated[str, typer.Argument(help=", ".join(LISTS), metavar="KIND")],
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """List methods, objectives, corruptions, settings, models or data."""
+    if kind not in LISTS:
+        raise unknown("list", kind, LISTS)
+    heads, *rows = LISTS[kind]()
+    table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for i, head in enumerate(heads):
+        table.add_column(head, no_wrap=i == 0, style="bold" if i == 0 else "")
+    for row in rows:
+        table.add_row(*(escape(text) for text in row))
+    console = Console(highlight=False)
+    console.print(table)
+    if kind in NOTES:
+        console.print(f"[dim]{NOTES[kind]}[/]")
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="list")(list_)

@@ -1,0 +1,276 @@
+"""The tables of the paper as printed, and where they contradict themselves.
+
+The numbers lie in `tables.json`, transcribed cell by cell; nothing is corrected there. A cross in the paper's column "COME"
+is the objective "em" here, also for methods that minimise nothing: our grids run those under "em" as well. Domains are the
+names of corruptions and of sets of outliers ("none" for a stream without), and "clean"; "mixed" is a stream of all
+corruptions, "average" and "worst" are over the other columns of that metric, and "stream" is the 50,000 images whose time
+and memory were measured. The method "average" is the mean over the methods of its table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from itertools import takewhile
+from typing import Any, Literal
+
+from come.errors import unknown
+
+Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]
+"""Accuracy and FPR are in percent."""
+
+SUBSTANTIAL = 5
+"""Tenths of a point below which the paper may print "-" for a difference."""
+
+UNMIXED = ("standard", "lifelong", "imbalanced")
+"""Settings that differ in order and resets alone, to which a model that is not adapted is blind."""
+
+SUMMARIES = ("average", "worst")
+"""Domains that are computed from others."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a number of a row is: a metric on a domain.
+
+    Example:
+        >>> print(Column("fog", "fpr"))
+        fog fpr
+    """
+
+    domain: str
+    metric: Metric
+
+    def __str__(self) -> str:
+        """Domain and metric, as in the findings."""
+        return f"{self.domain} {self.metric}"
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One line of a table: a method with an objective.
+
+    Example:
+        >>> get("ablation").rows[2]
+        PaperRow(method='tent', objective='em:freeze_norm=true', values=(60.9, 25.5, 68.0, 93.0), sl=False, uc=True)
+    """
+
+    method: str
+    objective: str
+    """"em" or "come"; in the ablation also "come:freeze_norm=false", Opinion(freeze_norm=False), and "em:freeze_norm=true",
+    Softmax(freeze_norm=True)."""
+    values: tuple[float | None, ...]
+    """In the order of the columns; None where the paper has no number."""
+    sl: bool | None = None
+    """Ablation only: whether the mass is a subjective opinion."""
+    uc: bool | None = None
+    """Ablation only: whether the norm of the logits is held."""
+
+
+@dataclass(frozen=True)
+class PaperImprove:
+    """An "Improve" line as printed: a triangle up is +, down is -, and "-" is None.
+
+    Example:
+        >>> get("in-distribution").improve[4]  # 80.3 to 80.6: too little to print
+        PaperImprove(method='memo', values=(None,))
+    """
+
+    method: str
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One table of the paper.
+
+    Example:
+        >>> table = get("standard")
+        >>> table.model, table.setting, len(table.rows), len(table.columns)
+        ('ViT-B/16', 'standard', 16, 17)
+    """
+
+    name: str
+    label: str
+    """Its label in the LaTeX source."""
+    caption: str
+    model: str
+    """"ViT-B/16" or "ResNet-50-BN"."""
+    setting: str
+    severity: int | None
+    """Of the corruption; None for clean images."""
+    outliers: float | None
+    """Share of outliers in the stream, where there are any."""
+    columns: tuple[Column, ...]
+    rows: tuple[PaperRow, ...]
+    improve: tuple[PaperImprove, ...]
+
+    def value(self, method: str, objective: str, domain: str, metric: str) -> float | None:
+        """The number printed for that method, objective, domain and metric; None where the paper printed none.
+
+        Example:
+            >>> get("standard").value("tent", "come", "average", "accuracy")
+            61.2
+            >>> get("standard").value("tent", "come", "fogg", "accuracy")  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ...
+            come.errors.ConfigError: no column of standard 'fogg accuracy'; did you mean 'fog accuracy'? Known: ...
+        """
+        rows = {f"{row.method} {row.objective}": row for row in self.rows}
+        places = {str(column): i for i, column in enumerate(self.columns)}
+        row, column = f"{method} {objective}", f"{domain} {metric}"
+        if row not in rows:
+            raise unknown(f"row of {self.name}", row, rows)
+        if column not in places:
+            raise unknown(f"column of {self.name}", column, places)
+        return rows[row].values[places[column]]
+
+
+def names() -> list[str]:
+    """Names of all tables, in the order of the paper.
+
+    Example:
+        >>> names()[:3]
+        ['standard', 'openworld', 'lifelong']
+    """
+    return list(_tables())
+
+
+def get(name: str) -> PaperTable:
+    """The table of that name.
+
+    Example:
+        >>> get("cost").value("memo", "em", "stream", "seconds")
+        20576.0
+        >>> get("cots")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        come.errors.ConfigError: no table of the paper 'cots'; did you mean 'cost'? Known: ...
+    """
+    tables = _tables()
+    if name not in tables:
+        raise unknown("table of the paper", name, tables)
+    return tables[name]
+
+
+def inconsistencies(table: PaperTable) -> list[str]:
+    """Where the printed numbers of `table` cannot all be true, whatever was rounded away.
+
+    Every number is rounded to 0.1, so it stands for an interval of +-0.05. A finding is
+
+    - an average that is more than 0.05 + 0.05 from the mean of its cells;
+    - an Improve that is more than 0.1 from COME minus EM (three roundings make 0.15, and all are multiples of 0.1), or
+      a "-" although they differ by 0.6 or more, when only less than 0.5 is left out;
+    - an average or a worst case that is not what the first table with that quantity has. "source" is not adapted, so its
+      numbers must be the same in every setting that only changes the order of the images.
+
+    Example:
+        >>> inconsistencies(get("mixed"))
+        []
+        >>> inconsistencies(get("ablation"))[0]
+        'ablation: tent em worst accuracy is 10.6, but 10.5 by the cells of standard'
+    """
+    return [*_wrong_averages(table), *_wrong_improves(table), *_contradictions(table)]
+
+
+# All arithmetic below is in whole tenths of a point, so that no comparison depends on how 0.1 is stored.
+
+
+def _tenths(value: float) -> int:
+    return round(10 * value)
+
+
+def _wrong_averages(table: PaperTable) -> Iterator[str]:
+    for row in table.rows:
+        for column, printed in zip(table.columns, row.values, strict=True):
+            if printed is None:
+                continue
+            if column.domain == "average":
+                cells = _cells(table, row, column.metric)
+            elif row.method == "average":
+                cells = _over_methods(table, row, column)
+            else:
+                continue
+            if cells and abs(len(cells) * _tenths(printed) - sum(cells)) > len(cells):
+                mean = sum(cells) / len(cells) / 10
+                where = f"{table.name}: {row.method} {row.objective} {column}"
+                yield f"{where} is {printed}, but the mean of its {len(cells)} cells is {mean:.2f}"
+
+
+def _cells(table: PaperTable, row: PaperRow, metric: str) -> list[int]:
+    """What the average and the worst of `metric` in `row` are computed from."""
+    return [
+        _tenths(value)
+        for column, value in zip(table.columns, row.values, strict=True)
+        if column.metric == metric and column.domain not in SUMMARIES and value is not None
+    ]
+
+
+def _over_methods(table: PaperTable, average: PaperRow, column: Column) -> list[int]:
+    place = table.columns.index(column)
+    others = [r for r in table.rows if r.objective == average.objective and r.method != average.method]
+    return [_tenths(value) for r in others if (value := r.values[place]) is not None]
+
+
+def _wrong_improves(table: PaperTable) -> Iterator[str]:
+    for line in table.improve:
+        for column, printed in zip(table.columns, line.values, strict=True):
+            em = table.value(line.method, "em", column.domain, column.metric)
+            come = table.value(line.method, "come", column.domain, column.metric)
+            if em is None or come is None or column.metric not in ("accuracy", "fpr"):
+                continue
+            change = _tenths(come) - _tenths(em)
+            where = f"{table.name}: {line.method} improves {column} by"
+            if printed is None and abs(change) > SUBSTANTIAL:
+                yield f"{where} '-', but {em} to {come} is {change / 10:+.1f}"
+            elif printed is not None and abs(_tenths(printed) - change) > 1:
+                yield f"{where} {printed:+.1f}, but {em} to {come} is {change / 10:+.1f}"
+
+
+def _contradictions(table: PaperTable) -> Iterator[str]:
+    first: dict[tuple[object, ...], tuple[PaperTable, int, bool]] = {}
+    for name in takewhile(lambda name: name != table.name, names()):
+        for key, (tenths, derived) in _summaries(get(name)).items():
+            first.setdefault(key, (get(name), tenths, derived))
+    for key, (tenths, derived) in _summaries(table).items():
+        other, expected, derived_there = first.get(key, (table, tenths, derived))
+        if tenths != expected and not (derived and derived_there):
+            row = " ".join(str(part) for part in key[-4:])
+            here = " by its cells" if derived else ""
+            there = f"by the cells of {other.name}" if derived_there else f"in {other.name}"
+            yield f"{table.name}: {row} is {tenths / 10:.1f}{here}, but {expected / 10:.1f} {there}"
+
+
+def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
+    """Averages and worst cases in tenths, by what they are of; the flag says that a worst case is ours, from the cells."""
+    found: dict[tuple[object, ...], tuple[int, bool]] = {}
+    for row in table.rows:
+        setting = "any order" if row.method == "source" and table.setting in UNMIXED else table.setting
+        same = (table.model, setting, table.severity, table.outliers, row.method, row.objective)
+        for metric, worst in (("accuracy", min), ("fpr", max)):
+            if cells := _cells(table, row, metric):
+                found[(*same, "worst", metric)] = worst(cells), True
+        for column, value in zip(table.columns, row.values, strict=True):
+            if column.domain in SUMMARIES and value is not None:
+                found[(*same, column.domain, column.metric)] = _tenths(value), False
+    return found
+
+
+@cache
+def _tables() -> dict[str, PaperTable]:
+    text = (files("come") / "paper" / "tables.json").read_text(encoding="utf-8")
+    return {raw["name"]: _table(raw) for raw in json.loads(text)}
+
+
+def _table(raw: dict[str, Any]) -> PaperTable:
+    columns = tuple(Column(**column) for column in raw.pop("columns"))
+    rows = tuple(PaperRow(**{**row, "values": _numbers(row["values"])}) for row in raw.pop("rows"))
+    improve = tuple(PaperImprove(row["method"], _numbers(row["values"])) for row in raw.pop("improve"))
+    return PaperTable(**raw, columns=columns, rows=rows, improve=improve)
+
+
+def _numbers(values: list[float | None]) -> tuple[float | None, ...]:
+    return tuple(None if value is None else float(value) for value in values)

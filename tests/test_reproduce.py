@@ -1,0 +1,113 @@
+"""The paper's tables and figures: the right grid for each, and numbers in the right places."""
+
+from __future__ import annotations
+
+import pytest
+
+import come
+from come import corruptions, paper, reproduce
+from come.bench import Record, run
+from come.reproduce import EXPERIMENTS, Comparison, Line, comparable, compare
+
+
+def test_every_table_of_the_paper_is_regenerated_by_something():
+    assert {table for e in EXPERIMENTS.values() for table in e.tables} == set(paper.names())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_plan_is_the_papers(name):
+    experiment = EXPERIMENTS[name]
+    small = experiment.plan()
+    assert small.data == "glyphs"
+    assert small.limit == (1000 if "memo" in small.methods else None)
+    assert small.model == ("glyphs-resnet" if "resnet" in name else "glyphs-vit")
+    outliers = ("folder:textures",) if small.setting == "open-world" else None
+    full = experiment.plan(data="imagenet-c:/x", outliers=outliers)
+    assert full.limit is None
+    assert full.model == ("timm:resnet50" if "resnet" in name else "timm:vit_base_patch16_224")
+    assert comparable(full, experiment)
+    assert not comparable(small, experiment)
+    if full.setting in ("standard", "lifelong", "imbalanced", "mixed"):
+        assert full.corruptions == corruptions.names("standard")
+    if full.setting == "open-world":
+        assert (full.corruptions, full.severity) == (("gaussian_noise",), 3)
+        assert full.outlier_ratio == (0.3 if name == "openworld-0.3" else 0.5)
+    for table in experiment.tables:
+        rows = {(row.method, row.objective) for row in paper.get(table).rows if row.method != "average"}
+        cells = {(cell.method, cell.objective) for cell in full.cells(10)}
+        assert rows <= cells, f"{table} has rows that the plan does not make"
+
+
+def test_options_win():
+    plan = reproduce.get("ablation").plan(limit=10, seeds=(1, 2), model="glyphs-resnet", methods=None)
+    assert (plan.limit, plan.seeds, plan.model, plan.methods) == (10, (1, 2), "glyphs-resnet", ("tent",))
+    assert len(plan.objectives) == 4
+
+
+def test_unknown_name():
+    with pytest.raises(come.ConfigError, match="did you mean 'ablation'"):
+        reproduce.get("ablaton")
+
+
+def record(method, objective, metrics, setting="standard", **result):
+    cell = {"method": method, "objective": objective, "seed": 0, "setting": setting}
+    return Record("k", cell, {"metrics": metrics, "peak_memory_mb": 100.0, "seconds": 1.0} | result, {})
+
+
+def test_columns_and_averages_are_laid_beside_each_other():
+    table = paper.get("standard")
+    records = [
+        record("tent", "em", {"fog": {"accuracy": 0.5, "fpr": 0.7}, "snow": {"accuracy": 0.1, "fpr": 0.9}}),
+        record("tent", "come", {"fog": {"accuracy": 0.6, "fpr": 0.6}, "snow": {"accuracy": 0.4, "fpr": 0.8}}),
+    ]
+    found = {(c.domain, c.metric): c for c in compare(table, records)}
+    assert set(found) == {("fog", "accuracy"), ("snow", "accuracy"), ("average", "accuracy"), ("average", "fpr")}
+    fog = {(line.method, line.objective): line for line in found["fog", "accuracy"].lines}
+    assert (fog["tent", "em"].paper, fog["tent", "em"].measured) == (67.2, 50.0)
+    assert fog["sar", "em"].measured is None
+    average = found["average", "accuracy"]
+    assert average.changes() == [("tent", pytest.approx(8.4), pytest.approx(20.0))]
+    assert "same sign for 1 of 1" in average.agreement()
+
+
+def test_lifelong_fpr_is_over_everything_so_far():
+    metrics = {"fog": {"accuracy": 0.5, "fpr": 0.7, "fpr_so_far": 0.2}}
+    found = compare(paper.get("lifelong-fpr"), [record("tent", "em", metrics, "lifelong")])
+    line = next(line for c in found if c.domain == "fog" for line in c.lines if line.measured is not None)
+    assert line.measured == pytest.approx(20.0)
+
+
+def test_cost_is_relative_to_no_adapt():
+    records = [
+        record("source", "em", {"fog": {"accuracy": 0.5, "fpr": 0.5}}, seconds=2.0, peak_memory_mb=50.0),
+        record("tent", "em", {"fog": {"accuracy": 0.5, "fpr": 0.5}}, seconds=5.0, peak_memory_mb=200.0),
+    ]
+    found = {c.metric: c for c in compare(paper.get("cost"), records) if c.domain == "stream"}
+    tent = next(line for line in found["memory_mb"].lines if line.method == "tent")
+    assert (tent.paper, tent.measured) == (pytest.approx(6393 / 853), 4.0)
+    assert next(line for line in found["seconds"].lines if line.method == "tent").measured == 2.5
+
+
+def test_agreement():
+    def comparison(*rows):
+        return Comparison("t", "average", "accuracy", tuple(Line(*row) for row in rows))
+
+    c = comparison(
+        ("a", "em", 50, 60), ("a", "come", 55, 66), ("b", "em", 40, 50), ("b", "come", 41, 45), ("c", "em", 1, 1)
+    )
+    assert "same sign for 1 of 2" in c.agreement()
+    assert c.rank_correlation() == pytest.approx(0.9)
+    assert comparison(("a", "em", 1, 2), ("a", "come", 2, 3)).rank_correlation() is None
+    assert comparison(("a", "em", 1, 1), ("b", "em", 1, 1), ("c", "em", 1, 1)).rank_correlation() is None
+    assert comparison().agreement() == ""
+
+
+def test_the_ablation_end_to_end(tmp_path):
+    plan = reproduce.get("ablation").plan(limit=64, corruptions=("fog", "contrast"))
+    records = run(plan, tmp_path / "run")
+    found = compare(paper.get("ablation"), records)
+    assert {(c.domain, c.metric) for c in found} == {(d, m) for d in ("average", "worst") for m in ("accuracy", "fpr")}
+    assert all(line.measured is not None for c in found for line in c.lines)
+    worst = next(c for c in found if (c.domain, c.metric) == ("worst", "accuracy"))
+    average = next(c for c in found if (c.domain, c.metric) == ("average", "accuracy"))
+    assert all(w.measured <= a.measured for w, a in zip(worst.lines, average.lines, strict=True))

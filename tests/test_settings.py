@@ -1,0 +1,267 @@
+"""Every setting gives the streams that it promises, and only those."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import come
+from come import settings
+from come.bench import Bench, Plan, RunFolder, run
+from come.data import GlyphOutlierSource, GlyphSource, Stream, batches
+from come.data.streams import OUTLIER
+from come.models import Preprocess
+from come.settings import World
+
+LABELS = [i % 4 for i in range(40)]
+WORLD = World("glyphs:40", 40, ("fog", "snow", "contrast"), labels=lambda: LABELS)
+
+
+def streams(name, **changes):
+    return list(settings.get(name).episodes(replace(WORLD, **changes)))
+
+
+def test_names_in_the_papers_order():
+    assert settings.names() == [
+        "standard", "lifelong", "open-world", "imbalanced", "mixed", "in-distribution", "gradual", "recurring", "small-batches",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", settings.names())
+def test_every_setting_is_a_function_of_its_seed(name):
+    more = {"outliers": "glyph-outliers:near", "outliers_size": 30}
+    assert streams(name, **more) == streams(name, **more)
+    if name != "in-distribution":
+        assert streams(name, **more) != streams(name, seed=1, **more)
+    for episode in streams(name, **more):
+        assert isinstance(episode.stream, Stream)
+    assert streams(name, **more)[0].reset
+
+
+def test_standard_resets_and_lifelong_does_not():
+    assert [e.reset for e in streams("standard")] == [True, True, True]
+    assert [e.reset for e in streams("lifelong")] == [True, False, False]
+    assert [e.stream for e in streams("standard")] == [
+        e.stream for e in streams("lifelong")
+    ]  # the same order of samples
+    twice = streams("lifelong", rounds=2)
+    assert [e.stream.domain for e in twice][2:4] == ["contrast (1)", "fog (2)"]
+    assert sum(e.reset for e in twice) == 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "outside", "expected"),
+    [(0.5, 100, (40, 40)), (0.5, 10, (10, 10)), (0.3, 100, (40, 17)), (0.3, 6, (14, 6))],
+)
+def test_open_world_cuts_the_larger_side(ratio, outside, expected):
+    (episode,) = streams(
+        "open-world", corruptions=("fog",), outliers="folder:a/textures", outliers_size=outside, outlier_ratio=ratio
+    )
+    kinds = Counter(episode.stream.kinds)
+    assert (kinds[0], kinds[OUTLIER]) == expected
+    assert episode.stream.domain == "textures"
+    seen = [i for i, kind in zip(episode.stream.order, episode.stream.kinds, strict=True) if kind == OUTLIER]
+    assert len(set(seen)) == len(seen)
+    assert max(seen) < outside
+    first = episode.stream.kinds[: len(episode.stream) // 2]
+    assert 0 < first.count(OUTLIER) < len(first)  # mixed, not one after the other
+
+
+def test_open_world_without_outliers():
+    (episode,) = streams("open-world", corruptions=("fog",))
+    assert episode.stream.domain == "none"
+    assert not episode.stream.kinds
+    with pytest.raises(come.InputError, match="outlier source is empty"):
+        streams("open-world", outliers="folder:x", outliers_size=0)
+
+
+def test_imbalanced_is_sorted_by_class():
+    for episode in streams("imbalanced"):
+        labels = [LABELS[i] for i in episode.stream.order]
+        assert sorted(episode.stream.order) == list(range(40))
+        assert sum(a != b for a, b in zip(labels, labels[1:], strict=False)) == 3
+        assert episode.reset
+
+
+def test_imbalance_of_a_finite_ratio():
+    labels = [i % 10 for i in range(5000)]
+
+    def in_own_part(ratio):
+        world = World("x", 5000, ("fog",), labels=lambda: labels, imbalance=ratio)
+        (episode,) = settings.get("imbalanced").episodes(world)
+        assert sorted(episode.stream.order) == list(range(5000))
+        parts = [[labels[i] for i in episode.stream.order[k * 500 : (k + 1) * 500]] for k in range(10)]
+        return sum(max(Counter(part).values()) for part in parts) / 5000
+
+    assert in_own_part(1.0) < 0.2
+    assert 0.4 < in_own_part(9.0) < 0.6  # 9 / (9 + 9)
+    assert in_own_part(1e9) > 0.95
+
+
+def test_mixed_holds_every_image_under_every_corruption():
+    (episode,) = streams("mixed")
+    stream = episode.stream
+    assert Counter(zip(stream.order, stream.kinds, strict=True)) == Counter((i, k) for i in range(40) for k in range(3))
+    assert stream.domain == "mixed"
+
+
+def test_in_distribution_is_clean():
+    (episode,) = streams("in-distribution", corruptions=())
+    assert episode.stream.shifts == ((None, 5),)
+
+
+def test_gradual_swells_and_fades():
+    first, *others = streams("gradual")
+    levels = [first.stream.shifts[k][1] for k in first.stream.kinds]
+    assert levels[0] == levels[-1] == 1
+    assert max(levels) == 5
+    assert levels == [*sorted(levels[:22]), *sorted(levels[22:], reverse=True)]
+    assert first.reset
+    assert not any(e.reset for e in others)
+
+
+def test_recurring_comes_back_with_new_images():
+    episodes = streams("recurring")
+    fog = [e.stream for e in episodes if e.stream.shifts[0][0] == "fog"]
+    assert len(fog) == 10
+    assert sorted(i for s in fog for i in s.order) == list(range(40))
+    assert sum(e.reset for e in episodes) == 1
+
+
+def test_small_batches():
+    assert [e.batch_size for e in streams("small-batches", corruptions=("fog",))] == [64, 16, 4, 2, 1]
+
+
+# ---- through the loader and the runner ----
+
+
+def test_mixed_batches_are_corrupted_each_as_its_kind():
+    source, pre = GlyphSource(size=6), Preprocess(32)
+    mixed = Stream("glyphs", (0, 1, 2, 3, 1), (("fog", 5), ("contrast", 3), (None, 5)), (0, 1, 2, 0, 0), 7)
+    (batch,) = batches(source, mixed, pre)
+    for place, (index, kind) in enumerate(zip(mixed.order, mixed.kinds, strict=True)):
+        (alone,) = batches(source, Stream.of("glyphs", (index,), *mixed.shifts[kind], 7), pre)
+        torch.testing.assert_close(batch.images[place], alone.images[0])
+    assert batch.kinds.tolist() == list(mixed.kinds)
+    assert batch.indices.tolist() == list(mixed.order)
+
+
+def test_outliers_have_no_label_and_no_corruption():
+    source, outliers = GlyphSource(size=6), GlyphOutlierSource("glyph-outliers:far", "far", size=6)
+    stream = Stream("glyphs", (0, 3, 2), (("fog", 5),), (0, OUTLIER, 0), 7, "far", "glyph-outliers:far")
+    (batch,) = batches(source, stream, Preprocess(32), outliers=outliers)
+    assert batch.labels.tolist()[1] == -1
+    assert (batch.labels[[0, 2]] >= 0).all()
+    assert torch.equal(batch.images[1], Preprocess(32)(outliers.load([3]).images)[0])
+
+
+SMALL = Plan(methods=("source", "tent", "sar"), limit=64, batch_size=32)
+
+
+@pytest.mark.parametrize("name", settings.names())
+def test_every_setting_runs(name, tmp_path):
+    plan = replace(SMALL, setting=name, corruptions=None, severity=None, methods=("tent",))
+    records = run(plan, tmp_path / "run")
+    assert records
+    for record in records:
+        assert set(record.result["metrics"]) == set(record.result["domains"])
+        for values in record.result["metrics"].values():
+            assert all(value == value for value in values.values())  # NaN-free
+
+
+def test_lifelong_switches_sars_recovery_off_and_counts_fpr_both_ways(tmp_path):
+    plan = replace(SMALL, setting="lifelong", objectives=("em",), methods=("sar",), corruptions=("fog", "contrast"))
+    (cell,) = plan.cells(64)
+    assert cell.hyper == {"recover_below": 0.0}
+    assert next(iter(replace(plan, hyper={"sar": {"recover_below": 0.1}}).cells(64))).hyper == {"recover_below": 0.1}
+    (record,) = run(plan, tmp_path / "run")
+    fog, contrast = record.result["metrics"]["fog"], record.result["metrics"]["contrast"]
+    assert fog["fpr"] == fog["fpr_so_far"]
+    rows = RunFolder(tmp_path / "run").rows(record.key)
+    assert contrast["fpr_so_far"] == come.metrics.fpr(rows["confidence"], rows["prediction"] == rows["label"])
+
+
+def test_open_world_has_a_column_without_outliers(tmp_path):
+    plan = Plan(setting="open-world", methods=("source",), limit=48)
+    assert (plan.severity, plan.corruptions) == (3, ("gaussian_noise",))
+    records = run(plan, tmp_path / "run")
+    metrics = {domain: values for r in records for domain, values in r.result["metrics"].items()}
+    assert list(metrics) == ["none", "near", "far"]
+    assert metrics["near"]["outliers"] == metrics["near"]["samples"] / 2 == 48
+    assert "fpr95" in metrics["far"]
+    assert "fpr95" not in metrics["none"]
+
+
+def test_scores_can_be_changed_afterwards(tmp_path):
+    plan = replace(SMALL, methods=("tent",), objectives=("come",), corruptions=("contrast",))
+    records = run(plan, tmp_path / "run")
+    folder = RunFolder.existing(tmp_path / "run")
+    assert folder.rescored(records, "confidence") == records
+    (other,) = folder.rescored(records, "energy")
+    assert other.result["metrics"]["contrast"]["accuracy"] == records[0].result["metrics"]["contrast"]["accuracy"]
+    assert other.result["metrics"]["contrast"]["fpr"] != records[0].result["metrics"]["contrast"]["fpr"]
+
+
+def test_variants_of_a_method_and_of_an_objective(tmp_path):
+    plan = replace(
+        SMALL,
+        methods=("tent", "tent:keep=0.5"),
+        objectives=("em", "come:freeze_norm=false"),
+        corruptions=("contrast",),
+    )
+    records = run(plan, tmp_path / "run")
+    assert [(r.cell["method"], r.cell["objective"]) for r in records] == [
+        ("tent", "em"), ("tent", "come:freeze_norm=false"), ("tent:keep=0.5", "em"), ("tent:keep=0.5", "come:freeze_norm=false"),
+    ]  # fmt: skip
+    assert records[2].cell["hyper"] == {"keep": 0.5}
+    assert records[2].result["metrics"]["contrast"]["used"] == 0.5
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path):
+    plan = replace(SMALL, model="glyphs-resnet", methods=("source", "foa"), corruptions=("contrast",), source_size=32)
+    bench = Bench(plan)
+    records = bench.run(RunFolder(tmp_path / "run"))
+    assert {r.cell["method"] for r in records} == {"source"}
+    assert {cell.method for cell, _ in bench.refused.values()} == {"foa"}
+    assert "tokens" in next(iter(bench.refused.values()))[1]
+    small = replace(SMALL, methods=("source", "lame"), corruptions=("contrast",), batch_size=5)
+    bench = Bench(small)
+    assert len(bench.run(RunFolder(tmp_path / "small"))) == 1
+    assert "too small for LAME" in next(iter(bench.refused.values()))[1]
+    with pytest.raises(come.InputError, match="too small for LAME"):
+        Bench(replace(small, methods=("lame",))).run(RunFolder(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"setting": "livelong"}, "did you mean 'lifelong'"),
+        ({"setting": "open-world", "outlier_ratio": 1.0}, "outlier-ratio is 1.0"),
+        ({"setting": "open-world", "data": "folder:x"}, "give --outliers"),
+        ({"outliers": ("folder:x",)}, "only the open-world setting"),
+        ({"imbalance": 0.5}, "imbalance is 0.5"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"methods": ("tent:kep=1",)}, "did you mean 'keep'"),
+        ({"methods": ("tent:keep",)}, "not KEY=VALUE"),
+        ({"objectives": ("come:tua=1",)}, "did you mean 'tau'"),
+        ({"objectives": ("come:tau=-1",)}, "tau is -1"),
+        ({"objectives": ("come:tau=fast",)}, "wrong type"),
+        ({"methods": ("tent:seed=1",)}, "no hyper-parameter of tent 'seed'"),
+        ({"corruptions": ()}, "corruptions is"),
+    ],
+)
+def test_bad_plans(changes, words):
+    with pytest.raises(come.ConfigError, match=words):
+        Plan(**changes)
+
+
+def test_clean_images_are_needed_where_nothing_is_corrupted(tmp_path):
+    root = tmp_path / "c" / "fog" / "5" / "a"
+    root.mkdir(parents=True)
+    (root / "x.png").write_bytes(b"")
+    plan = Plan(setting="in-distribution", data=f"imagenet-c:{tmp_path / 'c'}", model="glyphs-vit")
+    with pytest.raises(come.InputError, match=r"classes|needs clean ones"):
+        Bench(plan)
