@@ -170,10 +170,12 @@ class Comparison:
         if changes and self.metric in ("accuracy", "fpr"):
             clear = [(p, m) for _, p, m in changes if abs(p) >= SUBSTANTIAL and abs(m) >= SUBSTANTIAL]
             same = sum((p > 0) == (m > 0) for p, m in clear)
-            words.append(
-                f"COME minus EM: same sign for {same} of {len(clear)} methods where both change by {SUBSTANTIAL} or more"
-                f" ({len(changes) - len(clear)} of {len(changes)} change less)"
-            )
+            if clear:
+                words.append(
+                    f"COME minus EM: same sign for {same} of {len(clear)} methods where both change by {SUBSTANTIAL} or more"
+                )
+            if len(clear) < len(changes):
+                words.append(f"{len(changes) - len(clear)} of {len(changes)} methods change by less in one of the two")
         rank = self.rank_correlation()
         if rank is not None:
             words.append(f"rank correlation of all rows {rank:+.2f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,8 +124,7 @@ def run_cell(
     """
     account, parts, domains, fresh = Account(), [], [], []
     began = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    _forget_peak(device)
     for number, episode in enumerate(cell.episodes(source, outliers) if episodes is None else episodes):
         if episode.reset:
             method.reset()
@@ -146,11 +147,7 @@ def run_cell(
             parts.append(_rows(method, step, batch, number))
             on_batch(len(batch.labels))
     rows = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]} if parts else {}
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        memory = torch.cuda.max_memory_allocated(device) / 2**20
-    else:
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    memory = _peak_megabytes(device)
     return rows, {
         "domains": domains,
         "metrics": domain_metrics(rows, domains, fresh),
@@ -162,6 +159,25 @@ def run_cell(
         "seconds_waiting_for_data": account.waited,
         "peak_memory_mb": round(memory, 1),
     }
+
+
+def _forget_peak(device: torch.device) -> None:
+    """Begin to measure the peak memory anew, as far as the system lets us."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # Linux; elsewhere the peak is that of the whole process so far
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_megabytes(device: torch.device) -> float:
+    """On a GPU what tensors took at most since then, on a CPU the largest size of the process."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        status = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _rows(method: Method, step: Step, batch: Batch, domain: int) -> dict[str, Tensor]:
