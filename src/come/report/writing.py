@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from come.bench.store import Record
+from come.files import replacing
 from come.report.tables import results_table, to_markdown
 
 
@@ -52,4 +53,5 @@ def write_report(records: Sequence[Record], path: Path, command: Sequence[str] =
         "",
         "Rows of every sample and the record of every cell are in `cells/`, the manifests of the streams in `streams/`.",
     ]
-    path.write_text("\n".join(lines) + "\n")
+    with replacing(path) as beside:
+        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")

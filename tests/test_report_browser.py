@@ -1,0 +1,261 @@
+"""The report in a real browser: headless Chromium, from a file, without a network.
+
+Needs selenium, chromium and chromedriver; without them the tests are skipped, but fail where CI is set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from come.bench.cell import Cell
+from come.bench.store import RunFolder
+from come.metrics import summary
+from come.report import write_html
+
+NEEDED = {
+    "selenium": importlib.util.find_spec("selenium"),
+    "chromium": shutil.which("chromium") or shutil.which("google-chrome"),
+    "chromedriver": shutil.which("chromedriver"),
+}
+LACKING = [name for name, found in NEEDED.items() if not found]
+if LACKING and not os.environ.get("CI"):
+    pytest.skip(f"no browser tests: {', '.join(LACKING)} not installed", allow_module_level=True)
+
+IMAGE, SCRIPT = '<img src=x onerror="window.hit=1">', '"</script><script>window.hit=1</script>'
+PHONE, DESK = 390, 1280
+
+
+def write_run(path, pairs, domains, **more):
+    """A run of made-up cells, and its page."""
+    folder = RunFolder(path)
+    for i, (method, objective) in enumerate(pairs):
+        for j, domain in enumerate(domains):
+            draw = torch.Generator().manual_seed(100 * i + j)
+            label = torch.randint(0, 10, (256,), generator=draw)
+            right = torch.rand(256, generator=draw) < 0.3 + 0.1 * i
+            confidence = (0.3 * right + 0.7 * torch.rand(256, generator=draw)).clamp(0, 1)
+            rows = {
+                "label": label, "prediction": torch.where(right, label, 0), "confidence": confidence, "norm": 9 + confidence,
+                "entropy": 2 - confidence, "uncertainty": 1 - confidence, "used": right,
+                "domain": torch.zeros(256, dtype=torch.int16),
+            }  # fmt: skip
+            cell = Cell(
+                **{"model": "vit", "data": "glyphs", **more}, size=256, setting="standard", corruptions=(domain,),
+                severity=5, method=method, objective=objective,
+            )  # fmt: skip
+            result = {
+                "domains": [domain], "metrics": {domain: summary(rows)}, "fresh": [True], "samples": 256, "bad_images": 0,
+                "lr": None, "seconds": 1.0 + i, "seconds_waiting_for_data": 0.1, "peak_memory_mb": 100.0 + i,
+            }  # fmt: skip
+            folder.write(cell, rows, result, {"versions": {"python": "3"}, "device": "cpu: x", "threads": 1})
+    write_html(folder, folder.records(), path / "report.html", ["come", "bench", *more.values()])
+    return path / "report.html"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    pairs = [("source", "em"), ("tent", "em"), ("tent", "come"), ("sar", "em"), ("sar", "come")]
+    domains = [f"corruption{i}" for i in range(4)] + [f"a_name_that_is_rather_long_{i}" for i in range(4)]
+    return write_run(tmp_path_factory.mktemp("page"), pairs, domains)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    pairs = [(IMAGE, "em"), (IMAGE, "come"), (SCRIPT, "em"), (SCRIPT, "come")]
+    return write_run(tmp_path_factory.mktemp("hostile"), pairs, [SCRIPT, IMAGE], model=IMAGE, data=SCRIPT)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if LACKING:
+        pytest.fail(f"{', '.join(LACKING)} not installed, and CI is set")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-prefers-reduced-motion"):
+        options.add_argument(argument)
+    options.binary_location = NEEDED["chromium"]
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(NEEDED["chromedriver"]))
+    yield driver
+    driver.quit()
+
+
+def load(browser, path, width=DESK, theme="light"):
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    feature = {"name": "prefers-color-scheme", "value": theme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    browser.get(path.as_uri())
+
+
+def find(browser, selector):
+    return browser.find_elements("css selector", selector)
+
+
+def column(browser, table, number):
+    """The numbers of a column, of the rows that are shown, from top to bottom."""
+    return browser.execute_script(
+        """return [...document.querySelectorAll(arguments[0] + " tbody tr")].filter((row) => !row.hidden)
+           .map((row) => Number(row.cells[arguments[1]].dataset.value))""",
+        table, number,
+    )  # fmt: skip
+
+
+def names(browser, table):
+    return [row.text for row in find(browser, f"{table} tbody th") if row.is_displayed()]
+
+
+def test_nothing_is_loaded_and_nothing_is_wrong(browser, page):
+    load(browser, page)
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
+
+
+def test_the_policy_forbids_the_network(browser, page):
+    load(browser, page)
+    script = """const done = arguments[0];
+        fetch("https://example.com/").then(() => done("went out"), (error) => done(error.name))"""
+    assert browser.execute_async_script(script) == "TypeError"
+    assert "Content Security Policy" in browser.get_log("browser")[0]["message"]
+
+
+@pytest.mark.parametrize("key", [None, "\ue007", " "], ids=["click", "enter", "space"])
+def test_tables_are_sorted_by_mouse_and_keyboard(browser, page, key):
+    load(browser, page)
+    before = names(browser, "#accuracy")
+    assert before == ["source", "tent + em", "tent + come", "Improve", "sar + em", "sar + come", "Improve"]
+    head = find(browser, "#accuracy thead th[aria-sort]")[0]
+    button = head.find_element("css selector", "button")
+
+    def press():
+        button.click() if key is None else button.send_keys(key)
+
+    press()
+    assert head.get_attribute("aria-sort") == "descending"
+    values = column(browser, "#accuracy", 1)
+    assert values == sorted(values, reverse=True)
+    assert "Improve" not in names(browser, "#accuracy")
+    press()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert column(browser, "#accuracy", 1) == sorted(values)
+    press()
+    assert head.get_attribute("aria-sort") == "none"
+    assert names(browser, "#accuracy") == before
+
+
+def test_lower_is_first_where_lower_is_better_and_one_column_sorts_at_a_time(browser, page):
+    load(browser, page)
+    first, second = find(browser, "#fpr thead th[aria-sort]")[:2]
+    first.find_element("css selector", "button").click()
+    assert first.get_attribute("aria-sort") == "ascending"
+    second.find_element("css selector", "button").click()
+    assert (first.get_attribute("aria-sort"), second.get_attribute("aria-sort")) == ("none", "ascending")
+    assert column(browser, "#fpr", 2) == sorted(column(browser, "#fpr", 2))
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_plots_are_there_and_can_be_read(browser, page, width):
+    load(browser, page, width)
+    shown = [plot for plot in find(browser, ".plot") if plot.is_displayed()]
+    assert len(shown) == 7 + 3 + 2 + 2  # one stream, three stacks of confidences, two timelines, two of cost
+    for plot in shown:
+        assert plot.size["width"] > 200
+        assert plot.size["height"] > 100
+        assert plot.get_attribute("aria-label")
+    sizes = browser.execute_script(
+        """return [...document.querySelectorAll(".plot text")].filter((t) => t.checkVisibility())
+           .map((t) => t.getBoundingClientRect().height)"""
+    )
+    assert min(sizes) > 7
+
+
+def test_a_stream_is_chosen(browser, page):
+    from selenium.webdriver.support.select import Select
+
+    load(browser, page)
+    chooser = Select(browser.find_element("id", "way"))
+    assert len(chooser.options) == 8
+    chooser.select_by_visible_text("corruption3")
+    (shown,) = [way for way in find(browser, ".way") if way.is_displayed()]
+    assert shown.find_element("css selector", "h3").get_attribute("textContent") == "corruption3"
+    assert all(plot.is_displayed() for plot in shown.find_elements("css selector", ".plot"))
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_theme_follows_the_system_and_the_button(browser, page, theme):
+    load(browser, page, theme=theme)
+
+    def colours():
+        """Of the page, of its text, and of a title and a line in a drawing."""
+        found = browser.execute_script(
+            """const style = (selector) => getComputedStyle(document.querySelector(selector));
+               return [style("body").backgroundColor, style("body").color, style(".plot text").fill]"""
+        )
+        return [sum(map(int, colour[4:-1].split(", "))) for colour in found]
+
+    def is_dark():
+        paper, *inks = colours()
+        assert all(abs(paper - ink) > 200 for ink in inks)
+        return paper < 200
+
+    assert is_dark() == (theme == "dark")
+    button = browser.find_element("id", "theme")
+    assert button.text == ("Light" if theme == "dark" else "Dark")
+    button.click()
+    assert is_dark() == (theme != "dark")
+    button.click()
+    assert is_dark() == (theme == "dark")
+
+
+@pytest.mark.parametrize("width", [320, PHONE, 768, DESK])
+def test_the_page_does_not_scroll_sideways(browser, page, hostile, width):
+    for path in (page, hostile):
+        load(browser, path, width)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+
+
+def test_tables_scroll_in_their_box_and_keep_their_first_column(browser, page):
+    load(browser, page, PHONE)
+    moved, left = browser.execute_script(
+        """const box = document.querySelector("#accuracy .scroll");
+           box.scrollLeft = 200;
+           const left = (element) => element.getBoundingClientRect().left;
+           return [box.scrollLeft, left(box.querySelector("tbody th")) - left(box)]"""
+    )
+    assert moved == 200
+    assert left == 0
+
+
+def test_hostile_names_are_shown_and_run_nothing(browser, hostile):
+    load(browser, hostile)
+    assert browser.execute_script("return window.hit") is None
+    assert browser.get_log("browser") == []
+    assert not find(browser, "img")
+    assert browser.find_element("css selector", "h1").text == f"{IMAGE} on {SCRIPT}"
+    assert f"{IMAGE} + come" in names(browser, "#accuracy")
+    drawn = browser.execute_script(
+        "return [...document.querySelectorAll('.plot text')].map((text) => text.textContent)"
+    )
+    assert {f"{IMAGE} + em", f"{SCRIPT} + come", SCRIPT} <= set(drawn)
+
+
+def test_it_prints_on_white(browser, page):
+    load(browser, page, theme="dark")
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not browser.find_element("id", "theme").is_displayed()
+    assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000
