@@ -21,7 +21,7 @@ def run(code):
 
 def test_public_names():
     assert come.__all__ == [
-        "ClosedError", "ComeError", "ConfigError", "InputError", "Method", "ModelError", "Objective", "Opinion", "Softmax",
+        "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Guard", "InputError", "Method", "ModelError", "Objective", "Opinion", "Softmax",
         "StateError", "Step", "__version__", "adapt", "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
@@ -48,7 +48,7 @@ LAYERS = [
     ["registry", "metrics", "inputs", "heads", "images", "augment"],
     ["objectives", "theory", "select", "optim", "corruptions", "paper"],
     ["batchnorm"],
-    ["state"],
+    ["state", "guard"],
     ["method"],
     ["methods"],
     ["adapting", "testing"],

@@ -11,15 +11,19 @@ torch.Size([8])
 
 from come import methods, objectives, optim, select, theory
 from come.adapting import adapt
-from come.errors import ClosedError, ComeError, ConfigError, InputError, ModelError, StateError
+from come.errors import ClosedError, CollapseError, ComeError, ConfigError, InputError, ModelError, StateError
+from come.guard import Event, Guard
 from come.method import Method, Step
 from come.objectives import Objective, Opinion, Softmax
 from come.version import __version__
 
 __all__ = [
     "ClosedError",
+    "CollapseError",
     "ComeError",
     "ConfigError",
+    "Event",
+    "Guard",
     "InputError",
     "Method",
     "ModelError",

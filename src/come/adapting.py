@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from come import methods
-from come.errors import unknown
+from come.errors import ConfigError, unknown
+from come.guard import Guard
 from come.method import Method
 from come.objectives import Objective
 
@@ -16,6 +17,7 @@ def adapt(
     model: nn.Module,
     method: str | type[Method] = "tent",
     objective: str | Objective = "come",
+    guard: bool | Guard = True,
     **hyperparameters: Any,
 ) -> Method:
     r"""Put test-time adaptation around a classifier.
@@ -31,6 +33,8 @@ def adapt(
             adapted in place and given back unchanged by `close()` or at the end of a `with` block.
         method: a name (`come.methods.names()`) or a subclass of `come.Method`.
         objective: "come", "em", or a `come.Objective`.
+        guard: refuse what is not finite, and recover from a collapse; False for the bare method, a `come.Guard` for a policy of
+            your own. A healthy stream gives the same numbers with and without it.
         **hyperparameters: what the method's constructor takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr
             of the result says which.
 
@@ -53,4 +57,9 @@ def adapt(
     for name in hyperparameters:
         if name not in known:
             raise unknown(f"hyper-parameter of {chosen.name}", name, known)
-    return chosen(model, objective=objective, **hyperparameters)
+    if not isinstance(guard, (bool, Guard)):
+        raise ConfigError(f"guard is {guard!r}; it must be True, False or a come.Guard")
+    made = chosen(model, objective=objective, **hyperparameters)
+    if guard is not False:
+        made.guard = Guard() if guard is True else guard
+    return made

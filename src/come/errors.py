@@ -34,6 +34,10 @@ class ClosedError(ComeError, RuntimeError):
     """A step on an adapter that has given its model back."""
 
 
+class CollapseError(ComeError, RuntimeError):
+    """An adapted model that predicts almost nothing but one class, where the guard was told to raise."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> ConfigError:
     """Build the error for an unknown name, with the most similar known name in it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,11 @@ from come.select import Selector, norm_affine
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from come.guard import Guard
+
+LARGEST_GRADIENT = 1e30
+"""A gradient beyond this is refused: the step would overflow."""
+
 
 class Step(NamedTuple):
     """What one adaptation step returns; all tensors are detached."""
@@ -42,6 +48,8 @@ class Step(NamedTuple):
     """(B,): the objective of each sample, or None if the method has none."""
     used: Tensor | None = None
     """(B,) bool: which samples drove the update, or None if nothing is ever updated."""
+    valid: Tensor | None = None
+    """(B,) bool: which samples were fit to be answered; None without a guard. The logits of the others are zero."""
 
 
 class Common(TypedDict, total=False):
@@ -166,6 +174,12 @@ class Method(ABC):
         """Batches seen since construction or reset."""
         self.state: dict[str, Tensor] = {}
         """What the method remembers between batches, beside weights and moments."""
+        self.guard: Guard | None = None
+        """Checks what arrives and undoes a collapse; `come.adapt` puts one here."""
+        self.valid = torch.ones(0, dtype=torch.bool)
+        """(B,) bool: which samples of the batch in hand may drive an update."""
+        self._ok = torch.ones((), dtype=torch.bool)
+        self._lock = threading.RLock()
         self._lr = 0.0
         self._inner = 0
         try:
@@ -242,6 +256,11 @@ class Method(ABC):
         """One optimiser step along a given gradient; see `descend`."""
         assert self.optimizer is not None
         params = self.parameters.values()
+        if self.guard is not None:
+            largest = torch.stack([m.float() for m in torch._foreach_norm(gradient, math.inf)])
+            finite = (largest < LARGEST_GRADIENT).all()  # false for NaN as well
+            self._ok = self._ok.to(finite.device) & finite
+            go = finite if go is None else go & finite
         for p, g in zip(params, gradient, strict=True):
             p.grad = g
         optim.step(self.optimizer, self._lr, go)
@@ -278,18 +297,56 @@ class Method(ABC):
                 f"this {self.name} adapter is closed and has given its model back; adapt() the model again"
             )
         x = checked(x)
-        self._lr = self.learning_rate(batch_size(x))
-        self._follow_device()
-        if any(module.training for module in self._modules):
-            self.model.eval()
-        with self._running(batch_size(x)):
-            if self.episodic or (self.reset_every is not None and self.count >= self.reset_every):
-                self.reset()
-            for inner in range(self.steps):
-                self._inner = inner
-                out = self.adapt(x)
-        self.count += 1
+        with self._lock:  # two threads take turns
+            self._follow_device()
+            if any(module.training for module in self._modules):
+                self.model.eval()
+            with self._running(batch_size(x)):
+                if self.episodic or (self.reset_every is not None and self.count >= self.reset_every):
+                    self.reset()
+                out = self._step(x) if self.guard is None else self._guarded(x, self.guard)
+            self.count += 1
+            if self.guard is not None:
+                self.guard.keep(self)
+        return out
+
+    def _step(self, x: Input) -> Step:
+        self._lr = self.learning_rate(batch_size(x)) * (1.0 if self.guard is None else self.guard.scale)
+        if self.guard is None:
+            self.valid = torch.ones(batch_size(x), dtype=torch.bool, device=self._device)
+        for inner in range(self.steps):
+            self._inner = inner
+            out = self.adapt(x)
         return Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
+
+    def _guarded(self, x: Input, guard: Guard) -> Step:
+        """A step as a transaction: what is not finite changes nothing."""
+        x, valid = guard.admit(x)
+        everything = torch.ones(batch_size(x), dtype=torch.bool, device=self._device)
+        self.valid = everything if valid is None else valid
+        self._ok = torch.ones((), dtype=torch.bool, device=self._device)
+        before = dict(self.state)
+        if guard.frozen:
+            with torch.no_grad():
+                out = Step(self.forward(x), used=torch.zeros_like(self.valid))
+        else:
+            out = self._step(x)
+        ok = self._ok & (out.logits.isfinite().all(dim=1) | ~self.valid).all()
+        self._keep_where(ok, before)
+        return guard.watch(self, x, out._replace(valid=self.valid), ok)
+
+    @untracked()
+    def _keep_where(self, ok: Tensor, before: dict[str, Tensor]) -> None:
+        """Put the state back to what it was, where the step was not `ok`."""
+        if ok.device.type == "cpu":  # asking it costs nothing
+            if not ok:
+                self.state = before
+            return
+        for name, value in self.state.items():
+            old = before.get(name)
+            if old is not value and value.device == ok.device:
+                known = old is not None and old.shape == value.shape
+                self.state[name] = torch.where(ok, value, old if known else torch.zeros_like(value))  # type: ignore[arg-type]
 
     def placed(self, name: str, value: Tensor) -> Tensor:
         """The entry `name` of `state` on the device where it belongs."""
@@ -318,6 +375,12 @@ class Method(ABC):
             optim.prepare(self.optimizer)
         self.state = self.initial_state()
         self.count = 0
+        if self.guard is not None:
+            self.guard.forget()
+
+    def health(self) -> dict[str, float]:
+        """Counters and gauges of the guard as flat numbers; waits for the device. Without a guard, the steps only."""
+        return {"steps": float(self.count)} if self.guard is None else self.guard.health(self)
 
     def close(self, *, keep: bool = False) -> None:
         """Give the model back as it was handed in: weights, modes, gradient flags. May be called again.

@@ -3,6 +3,7 @@
 parameter.<name>           adapted weights
 optimizer.<name>.<moment>  moments of the optimiser
 state.<name>               averages, counters, Fisher matrices: what the method remembers
+guard.<name>               what the guard has learned, if there is one
 count                      batches seen
 fingerprint                SHA-256 that tells the method and its source model from others
 """
@@ -27,7 +28,7 @@ from come.files import replacing
 if TYPE_CHECKING:
     from come.method import Method
 
-FORMAT = "come-state-1"
+FORMAT, VERSION = "come-state", 2
 
 
 def collect(method: Method) -> dict[str, Tensor]:
@@ -38,6 +39,9 @@ def collect(method: Method) -> dict[str, Tensor]:
             for key, value in method.optimizer.state[p].items():
                 saved[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     saved |= {f"state.{name}": value for name, value in method.state.items()}
+    if method.guard is not None:
+        method.guard.settle(method, wait=True)
+        saved |= {f"guard.{name}": value for name, value in method.guard.state().items()}
     saved["count"] = torch.tensor(method.count)
     saved["fingerprint"] = fingerprint(method)
     return {name: value.detach().clone() for name, value in saved.items()}
@@ -58,6 +62,7 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
     parameters: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {name: {} for name in method.parameters}
     memory: dict[str, Tensor] = {}
+    learned: dict[str, Tensor] = {}
     for key, value in saved.items():
         kind, _, name = key.partition(".")
         if kind == "parameter" and name in method.parameters:
@@ -67,6 +72,8 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
             moments[owner][moment] = value
         elif kind == "state" and name:
             memory[name] = value
+        elif kind == "guard" and name:
+            learned[name] = value
         else:
             raise StateError(f"the state holds {key!r}, which this {method.name} does not know")
     for name, p in method.parameters.items():
@@ -81,6 +88,8 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
                 raise StateError(f"{key} of {name!r} has shape {tuple(value.shape)}; it must be {tuple(p.shape)}")
     if missing := set(method.initial_state()) - set(memory):
         raise StateError(f"the state lacks {', '.join(sorted(missing))}")
+    if method.guard is not None and learned and set(learned) != set(method.guard.state()):
+        raise StateError("what the guard had learned is not whole in this state; give one that save() wrote")
     # Everything fits: from here on nothing can fail.
     for name, p in method.parameters.items():
         p.copy_(parameters[name])
@@ -91,6 +100,11 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
             }
     method.state = {name: method.placed(name, value).clone() for name, value in memory.items()}
     method.count = int(count)
+    if method.guard is not None:
+        if learned:
+            method.guard.restore(learned)
+        else:
+            method.guard.forget()
 
 
 def save(method: Method, path: str | os.PathLike[str]) -> None:
@@ -104,7 +118,8 @@ def save(method: Method, path: str | os.PathLike[str]) -> None:
             raise StateError(
                 f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable"
             ) from error
-        save_file(tensors, beside, metadata={"format": FORMAT, "method": method.name})
+        about = {"format": FORMAT, "version": str(VERSION), "method": method.name, "sha256": _digest(tensors)}
+        save_file(tensors, beside, metadata=about)
 
 
 def load(method: Method, path: str | os.PathLike[str]) -> None:
@@ -117,9 +132,26 @@ def load(method: Method, path: str | os.PathLike[str]) -> None:
         raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
     if metadata.get("format") != FORMAT:
         raise StateError(f"{path} has format {metadata.get('format')!r}, not {FORMAT!r}; give a file that save() wrote")
+    if metadata.get("version") != str(VERSION):
+        raise StateError(
+            f"{path} has version {metadata.get('version')!r} of the format, this come reads {VERSION}; load it with the "
+            "version of come that wrote it"
+        )
+    if metadata.get("sha256") != _digest(tensors):
+        raise StateError(f"{path} is damaged: its contents do not match their checksum; use an older snapshot")
     if metadata.get("method") != method.name:
         raise StateError(f"{path} was saved by {metadata.get('method')!r}, not by {method.name!r}")
     restore(method, tensors)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(ctypes.string_at(value.data_ptr(), value.numel() * value.element_size()))
+    return digest.hexdigest()
 
 
 def fingerprint(method: Method) -> Tensor:

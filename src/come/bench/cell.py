@@ -53,6 +53,7 @@ class Cell:
     outlier_ratio: float = 0.5
     imbalance: float | None = None
     rounds: int = 1
+    guard: bool = False
     replay: str | None = None
     """Digest of the manifests that are replayed, if any."""
 
@@ -154,6 +155,7 @@ def run_cell(
         "fresh": fresh,
         "samples": len(rows["label"]) if rows else 0,
         "bad_images": account.bad,
+        "health": method.health() if cell.guard else {},
         "lr": method.learning_rate(cell.batch_size) if method.descends else None,
         "seconds": time.perf_counter() - began,
         "seconds_waiting_for_data": account.waited,

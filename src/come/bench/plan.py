@@ -57,6 +57,8 @@ class Plan:
     """How many times likelier a class is in its own part of an imbalanced stream; None is infinitely."""
     rounds: int = 1
     """How often a lifelong stream goes through the corruptions."""
+    guard: bool = False
+    """Run with the guard that `come.adapt` has by default; the paper's methods have none."""
 
     def __post_init__(self) -> None:
         setting = settings.get(self.setting)
@@ -139,6 +141,7 @@ class Plan:
                         outlier_ratio=self.outlier_ratio if outlier else 0.5,
                         imbalance=self.imbalance,
                         rounds=self.rounds,
+                        guard=self.guard,
                     )
 
     @property

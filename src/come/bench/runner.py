@@ -197,7 +197,7 @@ class Bench:
             if "seed" in known:
                 arguments["seed"] = cell.seed
             try:
-                method = adapt(self._model.module, cell.base, cell.objective, **arguments)
+                method = adapt(self._model.module, cell.base, cell.objective, guard=cell.guard, **arguments)
             except ModelError as error:
                 raise UnfitError(str(error)) from error
             self._adapter = (cell.adapter, method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,6 +78,9 @@ def bench(
     seeds: Annotated[
         str | None, typer.Option(rich_help_panel=WHAT, help="Comma-separated; several give mean and deviation. \\[0]")
     ] = None,
+    guard: Annotated[
+        bool | None, typer.Option("--guard/--no-guard", rich_help_panel=HOW, help="Recover from collapse. \\[no]")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,6 +142,7 @@ def bench(
         "outlier_ratio": outlier_ratio,
         "imbalance": imbalance,
         "rounds": rounds,
+        "guard": guard,
         "seeds": None if seeds is None else tuple(_whole("seeds", s) for s in seeds.split(",")),
         "batch_size": batch_size,
         "limit": limit,
@@ -146,13 +151,7 @@ def bench(
         "source_data": source_data,
         "source_size": source_size,
     }
-    options = preset(preset_name) | (_toml(config) if config else {})
-    options |= {key: value for key, value in given.items() if value is not None}
-    hyper = {method: dict(values) for method, values in options.pop("hyper", {}).items()}
-    for text in set_ or []:
-        method, key, value = parse_hyper(text)
-        hyper.setdefault(method, {})[key] = value
-    plan = Plan(**options, hyper=hyper)
+    plan = read_plan(preset_name, config, given, set_ or ())
     if on_bad_image not in ("raise", "skip"):
         raise unknown("value of --on-bad-image", on_bad_image, ("raise", "skip"))
     if workers is None:
@@ -182,6 +181,22 @@ def bench(
     write_report(records, folder.path / "report.md", command)
     write_html(folder, records, folder.path / "report.html", command)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
+
+
+def read_plan(
+    preset_name: str = "quick",
+    config: Path | None = None,
+    given: Mapping[str, Any] | None = None,
+    set_: Iterable[str] = (),
+) -> Plan:
+    """The plan of a preset, over it the configuration file, over both the options that are given (None: is not)."""
+    options = preset(preset_name) | (_toml(config) if config else {})
+    options |= {key: value for key, value in (given or {}).items() if value is not None}
+    hyper = {method: dict(values) for method, values in options.pop("hyper", {}).items()}
+    for text in set_:
+        method, key, value = parse_hyper(text)
+        hyper.setdefault(method, {})[key] = value
+    return Plan(**options, hyper=hyper)
 
 
 def _title(plan: Plan) -> str:

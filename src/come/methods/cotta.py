@@ -34,7 +34,7 @@ from come.batchnorm import by_group, normalised_by
 from come.errors import require
 from come.images import Normalisation
 from come.inputs import Input, exact, image_of, with_image
-from come.method import Common, Method, Step, untracked
+from come.method import Common, Method, Step, masked_mean, untracked
 from come.select import layers
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class CoTTA(Method):
         with torch.no_grad():
             target = self._target(x, generator)
         loss = self.objective.consistency(student, target, symmetric=True)
-        self.descend(loss.mean())
+        self.descend(masked_mean(loss, self.valid), go=self.valid.any())
         self._follow(generator)
-        return Step(target, loss, torch.ones_like(loss, dtype=torch.bool))
+        return Step(target, loss, self.valid)
 
     def _teacher(self) -> dict[str, Tensor]:
         return {name: self.state[f"teacher.{name}"].to(p) for name, p in self.parameters.items()}
@@ -149,10 +149,9 @@ class CoTTA(Method):
     @untracked()
     def _follow(self, generator: torch.Generator) -> None:
         """The teacher moves towards the student, and some of the student goes back to the source."""
-        teacher = self._teacher()
-        torch._foreach_lerp_(list(teacher.values()), list(self.parameters.values()), 1 - self.alpha)
-        for name, p in self.parameters.items():
-            self.state[f"teacher.{name}"] = teacher[name]
+        moved = torch._foreach_lerp(list(self._teacher().values()), list(self.parameters.values()), 1 - self.alpha)
+        for (name, p), teacher in zip(self.parameters.items(), moved, strict=True):
+            self.state[f"teacher.{name}"] = teacher
             if callable(self.restore):
                 mask = self.restore(name, p, self.count)
             elif self.restore:

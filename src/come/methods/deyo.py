@@ -89,7 +89,7 @@ class DeYO(Method):
         logits = self.forward(x)
         entropy = self.objective.entropy(logits)
         scale = math.log(logits.shape[1])
-        sure = entropy.detach() < self.limit * scale
+        sure = self.valid & (entropy.detach() < self.limit * scale)
         with torch.no_grad(), normalised_by(self.batch_norms, by_selection(sure)):
             destroyed = self.forward(with_image(x, self.shuffle(images, self.generator())))
         label = logits.argmax(dim=1, keepdim=True)

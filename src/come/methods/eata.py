@@ -91,7 +91,7 @@ class EATA(Method):
         averaged = self.state["averaged"]
 
         redundant = averaged & (F.cosine_similarity(average[None], probability).abs() >= self.redundancy)
-        used = (entropy < margin) & ~redundant
+        used = self.valid & (entropy < margin) & ~redundant
         weight = (margin - entropy.detach()).exp()
         some = used.any()
         loss = masked_mean(weight * entropy, used)

@@ -23,6 +23,7 @@ out; `cma` draws from a generator of its own, where that code seeds NumPy's glob
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -153,7 +154,9 @@ class FOA(Method):
         candidates = torch.cat([torch.unflatten(drawn.to(best), 1, best.shape), best[None]])
         logits, features, statistics = self._evaluate(x, candidates)
         entropy = self.objective.entropy(logits)
-        fitness = entropy.sum(dim=1) + self.discrepancy * batch_size(x) / 64 * self._distance(statistics)
+        doubt = torch.where(self.valid, entropy, 0).sum(dim=1)
+        fitness = doubt + self.discrepancy * batch_size(x) / 64 * self._distance(statistics)
+        fitness = fitness.nan_to_num(math.inf, math.inf, math.inf).clamp_max(torch.finfo(fitness.dtype).max)
         chosen = int(fitness.argmin())
 
         width, source = self._tokens.width, self.state["source_mean"]
@@ -168,8 +171,7 @@ class FOA(Method):
         told = torch.cat([drawn.double().cpu(), best.double().flatten()[None].cpu()])
         search.tell(told, fitness.double().cpu())
         self._store(search)
-        used = torch.ones(batch_size(x), dtype=torch.bool, device=entropy.device)
-        return Step(self.head.linear(answer), entropy[chosen], used)
+        return Step(self.head.linear(answer), entropy[chosen], self.valid)
 
     def _distance(self, statistics: Tensor) -> Tensor:
         """Squared distance of each candidate's statistics (C, B, D) to the source's, (C,)."""

@@ -112,7 +112,7 @@ class MEMO(Method):
                 logits.append(answer)
                 losses.append(loss)
         loss = torch.stack(losses)
-        return Step(torch.cat(logits), loss, torch.ones_like(loss, dtype=torch.bool))
+        return Step(torch.cat(logits), loss, self.valid)
 
     def _one(self, x: Input, views: Tensor) -> tuple[Tensor, Tensor]:
         """The answer for one image (1, K), and the loss on its views."""

@@ -58,7 +58,7 @@ class PL(Method):
         """Predict, then one step down the cross-entropy towards the confident predictions."""
         logits = self.forward(x)
         log_p = exact(logits).log_softmax(dim=1)
-        used = log_p.detach().exp().amax(dim=1) > self.threshold
+        used = self.valid & (log_p.detach().exp().amax(dim=1) > self.threshold)
         loss = F.nll_loss(log_p, log_p.argmax(dim=1), reduction="none")
         self.descend(masked_mean(loss, used), go=used.any())
         return Step(logits, loss, used)

@@ -113,7 +113,7 @@ class ROID(Method):
         diversity = _unit(1 - F.cosine_similarity(average[None], probability))
         self.state["average"] = torch.lerp(probability.mean(dim=0), average, self.average)
         weight = (diversity * _unit(-entropy) / self.temperature).exp()
-        return torch.where(diversity < diversity.mean(), 0, weight)
+        return torch.where(self.valid & (diversity >= diversity.mean()), weight, 0)
 
     @untracked()
     def _ensemble(self) -> None:

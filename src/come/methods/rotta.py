@@ -162,7 +162,8 @@ class RoTTA(Method):
         def score(age: int, entropy: float) -> float:
             return self.age_weight / (1 + math.exp(-age / self.capacity)) + self.doubt_weight * entropy
 
-        for i in samples:
+        valid = self.valid.tolist()
+        for i in (i for i in samples if valid[i]):
             size = Counter(k for k in labels if k >= 0)
             if size[label[i]] >= self.capacity / classes:
                 rivals = [s for s, k in enumerate(labels) if k == label[i]]
@@ -204,9 +205,8 @@ class RoTTA(Method):
         freshness = torch.sigmoid(-age)
         self.descend((freshness * self.objective.consistency(student, target)).mean())
         with untracked():
-            teacher = self._teacher()
-            torch._foreach_lerp_(list(teacher.values()), list(self.parameters.values()), self.nu)
-            self.state |= {f"teacher.{name}": value for name, value in teacher.items()}
+            moved = torch._foreach_lerp(list(self._teacher().values()), list(self.parameters.values()), self.nu)
+            self.state |= {f"teacher.{name}": value for name, value in zip(self.parameters, moved, strict=True)}
 
     def _teacher(self) -> dict[str, Tensor]:
         return {name: self.state[f"teacher.{name}"].to(p) for name, p in self.parameters.items()}

@@ -84,7 +84,7 @@ class SAR(Method):
         logits = self.forward(x)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
-        reliable = entropy < margin
+        reliable = self.valid & (entropy < margin)
         with self._climbed(self.gradient(masked_mean(entropy, reliable))):
             perturbed = self.objective.entropy(self.forward(x))
             used = reliable & (perturbed < margin)

@@ -90,33 +90,37 @@ class T3A(Method):
                 "entropy": torch.full((classes, self.supports), torch.inf, device=rows.device),
             }
         with torch.no_grad():
-            return self._with(empty, rows, self.head.linear(rows))
+            return self._with(empty, rows, self.head.linear(rows), torch.ones_like(rows[:, 0], dtype=torch.bool))
 
     @torch.no_grad()
     def adapt(self, x: Input) -> Step:
         """Add the batch to the supports, then classify it by the prototypes."""
         features, logits = self.head.features(lambda: self.forward(x))
-        self.state = self._with(self.state, features, logits)
+        self.state = self._with(self.state, features, logits, self.valid)
         total = self.state["sum"] if self.supports is None else F.normalize(self.state["support"], dim=2).sum(dim=1)
         return Step(features @ F.normalize(total, dim=1).to(features).T)
 
-    def _with(self, state: dict[str, Tensor], features: Tensor, logits: Tensor) -> dict[str, Tensor]:
-        """`state` with the samples added that have these features and logits."""
+    def _with(self, state: dict[str, Tensor], features: Tensor, logits: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        """`state` with the valid ones added of the samples that have these features and logits."""
         label, entropy = logits.argmax(dim=1), Softmax().entropy(logits)
         if self.supports is None:
             total = state["sum"]
-            return {"sum": total.index_add(0, label, F.normalize(features, dim=1).to(total))}
+            new = torch.where(valid[:, None], F.normalize(features, dim=1), 0)
+            return {"sum": total.index_add(0, label, new.to(total))}
         old, old_entropy = state["support"], state["entropy"]
         classes, size = old_entropy.shape
         # All supports in a row, by class and within a class by entropy; then the first M of each class take its places.
         support = torch.cat([old.flatten(0, 1), features.to(old)])
-        entropy = torch.cat([old_entropy.flatten(), entropy.to(old_entropy)])
+        entropy = torch.cat([old_entropy.flatten(), torch.where(valid, entropy, torch.inf).to(old_entropy)])
         owner = torch.cat([torch.arange(classes, device=label.device).repeat_interleave(size), label])
         order = entropy.argsort(stable=True)
         order = order[owner[order].argsort(stable=True)]
         owner, entropy = owner[order], entropy[order]
         rank = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
-        place = torch.where(rank < size, owner * size + rank, classes * size)  # the last place is thrown away
+        kept_ones = torch.cat([torch.ones_like(old_entropy, dtype=torch.bool).flatten(), valid])[order]
+        place = torch.where(
+            kept_ones & (rank < size), owner * size + rank, classes * size
+        )  # the last one is thrown away
         kept = torch.zeros(classes * size + 1, dtype=order.dtype, device=order.device).scatter(0, place, order)[:-1]
         new_entropy = entropy.new_full((classes * size + 1,), torch.inf).scatter(0, place, entropy)[:-1]
         return {"support": support[kept].view_as(old), "entropy": new_entropy.view(classes, size)}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from come.errors import ConfigError, InputError, require
 from come.images import Normalisation
 from come.inputs import Input, exact, image_of, with_image
-from come.method import Common, Method, Step
+from come.method import Common, Method, Step, masked_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -105,12 +105,13 @@ class TEA(Method):
         dream = self._dream(x, dream, generator)
         real = energy(self.forward(x))
         fake = energy(self.forward(with_image(x, dream)))
-        self.descend(real.mean() - fake.mean())
+        self.descend(masked_mean(real, self.valid) - fake.mean(), go=self.valid.any())
         if places is not None:
-            self.state["buffer"][places] = dream.to(self.state["buffer"])
+            kept = self.state["buffer"]  # changed in place, it may be large: so nothing that is not finite may enter
+            kept[places] = torch.where(dream.isfinite(), dream, 0).to(kept)
         with torch.no_grad():
             logits = self.forward(x)
-        return Step(logits, real, torch.ones_like(real, dtype=torch.bool))
+        return Step(logits, real, self.valid)
 
     def _begin(self, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """Where the dreams start, and the places in the buffer that they came from."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from come.errors import require
@@ -35,7 +36,6 @@ class Tent(Method):
         **common: see `Method`.
 
     Example:
-        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
         >>> step = Tent(model, keep=0.5, lr=1e-2).step(torch.randn(10, 4))
         >>> int(step.used.sum())
@@ -53,7 +53,7 @@ class Tent(Method):
         """Predict, then one step down the mean entropy."""
         logits = self.forward(x)
         entropy = self.objective.entropy(logits)
-        rank = entropy.argsort(stable=True).argsort()
-        used = rank < max(1, math.floor(self.keep * len(rank)))
-        self.descend(masked_mean(entropy, used))
+        rank = torch.where(self.valid, entropy.detach(), math.inf).argsort(stable=True).argsort()
+        used = self.valid & (rank < max(1, math.floor(self.keep * len(rank))))
+        self.descend(masked_mean(entropy, used), go=used.any())
         return Step(logits, entropy, used)
