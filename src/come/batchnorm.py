@@ -116,8 +116,9 @@ def _normalise(number: int, statistics: Statistics) -> Any:
     def hook(layer: nn.BatchNorm2d, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = exact(inputs[0])
         mean, var = statistics(number, x)
-        layer.running_mean = x.new_zeros(x.shape[1])
-        layer.running_var = x.new_full((x.shape[1],), 1 - layer.eps)
+        like = inputs[0] if layer.weight is None else layer.weight.detach()
+        layer.running_mean = like.new_zeros(x.shape[1])
+        layer.running_var = like.new_full((x.shape[1],), 1 - layer.eps)
         return (((x - mean) * (var + layer.eps).rsqrt()).to(inputs[0].dtype), *inputs[1:])
 
     return hook

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+UNABLE = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
+"""What a system says that cannot open or flush a folder."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a name beside `path` to write to; at the end of the block the file there takes its place, by rename.
 
-    If the block fails, what stood at `path` is untouched and nothing is left beside it.
+    If the block fails, what stood at `path` is untouched and nothing is left beside it. Once the block has ended, the new
+    file outlives a power cut.
 
     Example:
         >>> import tempfile
@@ -27,9 +32,23 @@ def replacing(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         yield beside
-        with open(beside, "rb") as file:
+        with open(beside, "r+b") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+        settle(path.parent)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+def settle(folder: Path) -> None:
+    """Flush the names in a folder to disk: a rename that a power cut undoes was not one. Does nothing where that cannot be."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in UNABLE:
+            raise

@@ -8,8 +8,8 @@ Around each step, on the device and without waiting for it:
 
 The signals of the first batches give a band for each. A step outside of its band is suspicious; after `patience` of them in a
 row the source model is asked about the same samples, and only if the adapted model spreads its predictions over less than half
-as many classes as the source does (by the perplexity of the mean prediction), it has collapsed. So the judge is the source model
-on the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
+as many classes as the source does (by the perplexity of the mean prediction), it has collapsed. So the judge is the source
+model on the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ class Guard:
         self.latest: dict[str, float] = {}
         """The signals of the last step that was read."""
         self._usual: Tensor | None = None
+        self._next_usual: Tensor | None = None
         self._pool: list[tuple[float, ...]] = []
         self._pending: deque[tuple[int, Tensor, Any]] = deque()
         self._suspicious = 0
@@ -141,7 +142,7 @@ class Guard:
         usual = median if self._usual is None else torch.maximum(self._usual.to(sizes), torch.zeros_like(median))
         usual = torch.where(usual > 0, usual, median)
         valid = finite & ((sizes <= ABSURD * usual) | (usual == 0))
-        self._usual = torch.maximum(usual, torch.where(valid, sizes, 0).max()).detach()
+        self._next_usual = torch.maximum(usual, torch.where(valid, sizes, 0).max()).detach()  # if the step succeeds
         return _replaced(x, valid), valid
 
     # ---- after a step ----
@@ -151,6 +152,7 @@ class Guard:
         """Read the signals of a step, act on those that are known, and clean what is returned."""
         valid = step.valid
         assert valid is not None
+        self._usual = self._next_usual
         rows = step.logits.isfinite().all(dim=1)
         usable = valid & rows
         logits = torch.where(usable[:, None], step.logits, 0)
@@ -362,10 +364,10 @@ def _signals(method: Method, logits: Tensor, usable: Tensor) -> Tensor:
     z = exact(logits)
     count = usable.sum().clamp_min(1)
     votes = torch.zeros(z.shape[1], device=z.device).index_add_(0, z.argmax(dim=1), usable.float())
-    means = [
-        torch.where(usable, value, 0).sum() / count
-        for value in (method.objective.entropy(z), method.objective.uncertainty(z), torch.linalg.vector_norm(z, dim=1))
-    ]
+    mass = method.objective.log_mass(z)  # once for entropy and u
+    entropy = -(mass.exp() * mass).sum(dim=1)
+    doubt = mass[:, -1].exp() if mass.shape[1] > z.shape[1] else 1 - mass.amax(dim=1).exp()
+    means = [torch.where(usable, v, 0).sum() / count for v in (entropy, doubt, torch.linalg.vector_norm(z, dim=1))]
     if method.parameters:
         params = [p.detach() for p in method.parameters.values()]
         moved = torch._foreach_norm(

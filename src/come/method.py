@@ -15,6 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from come import objectives, optim, state
 from come.batchnorm import batch_norms, batch_statistics
-from come.errors import ClosedError, ConfigError, InputError, ModelError, require
+from come.errors import ClosedError, ComeError, ConfigError, InputError, ModelError, require
 from come.inputs import Input, batch_size, checked, expected_dims, logits_of
 from come.objectives import Objective
 from come.optim import OptimizerFactory
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
     from come.guard import Guard
 
-LARGEST_GRADIENT = 1e30
-"""A gradient beyond this is refused: the step would overflow."""
+LARGEST_GRADIENT = 1e15
+"""A gradient beyond this is refused: Adam would square it."""
 
 
 class Step(NamedTuple):
@@ -232,6 +233,10 @@ class Method(ABC):
                     f"the input has {x.ndim} dimensions, shape {tuple(x.shape)}, but the model's convolutions take "
                     f"{expected}, the batch first; for a single image pass x[None]"
                 ) from error
+            if isinstance(error, ValueError) and not isinstance(
+                error, ComeError
+            ):  # such as a norm layer that is given one value per channel
+                raise InputError(f"{type(self.model).__name__} cannot take a batch of this shape: {error}") from error
             raise
 
     def gradient(self, loss: Tensor) -> list[Tensor]:
@@ -257,8 +262,7 @@ class Method(ABC):
         assert self.optimizer is not None
         params = self.parameters.values()
         if self.guard is not None:
-            largest = torch.stack([m.float() for m in torch._foreach_norm(gradient, math.inf)])
-            finite = (largest < LARGEST_GRADIENT).all()  # false for NaN as well
+            finite = self._bearable(gradient)
             self._ok = self._ok.to(finite.device) & finite
             go = finite if go is None else go & finite
         for p, g in zip(params, gradient, strict=True):
@@ -273,6 +277,16 @@ class Method(ABC):
         """A random generator on the model's device, seeded by `seed` and the number of the batch: replays are exact."""
         digest = hashlib.sha256(f"{self.seed} {self.count} {self._inner}".encode()).digest()
         return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+    @torch.no_grad()
+    def _bearable(self, gradient: list[Tensor]) -> Tensor:
+        """Whether a step along the gradient leaves finite weights, on the device: no NaN in it, nothing near an overflow."""
+        params = [p.detach() for p in self.parameters.values()]
+        slope, size = (
+            torch.stack([m.double() for m in torch._foreach_norm(part, math.inf)]) for part in (gradient, params)
+        )
+        room = _room(tuple(p.dtype for p in params), slope.device)
+        return ((slope < LARGEST_GRADIENT) & ((slope + 1) * self._lr < room) & (size < room)).all()  # false for NaN
 
     @untracked()
     def recover(self, where: Tensor, *, moments: bool = True) -> None:
@@ -507,6 +521,13 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
     """
     mask = used.view(-1, *[1] * (values.ndim - 1))
     return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
+
+
+@lru_cache(maxsize=64)  # to copy numbers to a GPU is to wait for it: once is enough
+def _room(dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:
+    """How large a step or a weight of each type may be, with a thousand such steps to spare."""
+    with torch.inference_mode(False):
+        return torch.tensor([torch.finfo(dtype).max / 1e3 for dtype in dtypes], dtype=torch.float64, device=device)
 
 
 # ---- checks ----

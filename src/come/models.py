@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+import zipfile
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -141,12 +143,17 @@ def _timm(name: str, rest: str, checkpoint: str | Path | None) -> Model:
 
     if rest.split(".")[0] not in timm.list_models():
         raise unknown("model of timm", rest.split(".")[0], timm.list_models())
+    try:
+        head = timm.get_pretrained_cfg(rest, allow_unregistered=False)
+    except RuntimeError as error:
+        raise ModelError(
+            f"timm has no such weights: {_first_line(error)}; leave the tag after the point out"
+        ) from error
     state = None if checkpoint is None else _weights(checkpoint)
     arguments: dict[str, Any] = {}
     if state is not None:
-        head = timm.get_pretrained_cfg(rest, allow_unregistered=False)
         key = f"{head.classifier}.weight" if head is not None else ""
-        arguments = {"num_classes": len(state[key])} if key in state else {}
+        arguments = {"num_classes": len(state[key])} if key in state and state[key].ndim else {}
     try:
         module = timm.create_model(rest, pretrained=state is None, **arguments)
     except (OSError, RuntimeError, ValueError) as error:
@@ -184,14 +191,16 @@ def _torchvision(name: str, rest: str, checkpoint: str | Path | None) -> Model:
 
 
 def _weights(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a checkpoint; nothing in it is executed."""
+    """Tensors of a checkpoint; nothing in it is executed, and none is larger than what the file holds of it."""
     path = Path(path)
     try:
-        state = (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, map_location="cpu", weights_only=True)
-        )
+        _check_archive(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols: a file is read, or it is not
+            if path.suffix == ".safetensors":
+                state: Any = load_file(path)
+            else:
+                state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
         raise ModelError(f"cannot read the checkpoint {path}: {_first_line(error)}") from error
     except Exception as error:  # torch.load raises whatever its unpickler met
@@ -201,7 +210,30 @@ def _weights(path: str | Path) -> dict[str, Tensor]:
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise ModelError(f"{path} holds no state dict; save model.state_dict() as safetensors")
-    return {key: v.float() if v.is_floating_point() else v for key, v in state.items()}
+    for key, v in state.items():
+        if not isinstance(key, str) or v.layout != torch.strided or v.device.type != "cpu" or v.is_quantized:
+            raise ModelError(
+                f"{path}: {key!r} is not the name of a plain tensor; save model.state_dict() as safetensors"
+            )
+        if v.untyped_storage().nbytes() < v.numel() * v.element_size():
+            raise ModelError(f"{path}: {key!r} of shape {tuple(v.shape)} is larger than what the file holds of it")
+    try:
+        return {key: v.float() if v.is_floating_point() else v for key, v in state.items()}
+    except (RuntimeError, MemoryError) as error:  # NotImplementedError is a RuntimeError: numbers of four bits
+        raise ModelError(f"{path} holds numbers that cannot be made float32: {_first_line(error)}") from error
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse what would block, and a torch file with compressed parts: torch writes none, and a few bytes can be gigabytes."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a file")
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            declared = sum(part.file_size for part in archive.infolist())
+        if declared > path.stat().st_size:
+            raise ValueError(
+                f"it unpacks to {declared} bytes, more than it has; save it with torch.save or as safetensors"
+            )
 
 
 def _put(module: nn.Module, state: dict[str, Tensor], name: str, path: str | Path | None) -> None:

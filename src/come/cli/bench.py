@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +18,13 @@ from come import corruptions, methods, models, objectives
 from come.bench import Bench, Cell, Plan, RunFolder
 from come.bench.plan import PRESETS, parse_hyper, preset
 from come.cli.watch import run_watched
-from come.data.streams import Stream
-from come.errors import ConfigError, InputError, unknown
+from come.data.streams import SEEDS, Stream
+from come.errors import ConfigError, InputError, require, unknown
 from come.metrics import SCORES
 from come.report import results_table, to_rich, write_html, write_report
+
+MAX_CONFIG = 2**20
+"""Characters of a configuration file."""
 
 WHAT, HOW, WHERE = "What to run", "How to run it", "Where to run it"
 
@@ -192,6 +196,8 @@ def read_plan(
     """The plan of a preset, over it the configuration file, over both the options that are given (None: is not)."""
     options = preset(preset_name) | (_toml(config) if config else {})
     options |= {key: value for key, value in (given or {}).items() if value is not None}
+    for seed in options.get("seeds", ()):
+        require(seed in SEEDS, "a seed", seed, "a whole number of 64 bits")
     hyper = {method: dict(values) for method, values in options.pop("hyper", {}).items()}
     for text in set_:
         method, key, value = parse_hyper(text)
@@ -209,7 +215,8 @@ def _show_grid(console: Console, plan: Plan, cells: list[Cell], folder: Path) ->
         table.add_column(name)
     for cell in cells:
         hyper = " ".join(f"{k}={v}" for k, v in cell.hyper.items())
-        table.add_row(cell.key, cell.method, cell.objective, " ".join(cell.corruptions), str(cell.seed), hyper)
+        row = (cell.key, cell.method, cell.objective, " ".join(cell.corruptions), str(cell.seed), hyper)
+        table.add_row(*map(escape, row))
     console.print(table)
     console.print(
         f"{len(cells)} cells of {cells[0].size} images, {plan.model} on {plan.data}, severity {plan.severity}, batch "
@@ -235,7 +242,7 @@ def _corruptions(text: str | None) -> tuple[str, ...] | None:
 
 
 def _whole(name: str, text: str) -> int:
-    if not text.strip().lstrip("-").isdigit():
+    if not re.fullmatch(r"\s*-?[0-9]{1,20}\s*", text):
         raise ConfigError(f"{name} is {text!r}; it must be whole numbers with commas between, e.g. 0,1,2")
     return int(text)
 
@@ -246,19 +253,71 @@ def _toml(path: Path) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        found = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG + 1)
+        if len(text) > MAX_CONFIG:
+            raise ValueError(f"it is longer than {MAX_CONFIG} characters")
+        found = tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError
         raise InputError(f"cannot read the configuration {path}: {error}") from error
     if "set" in found:
         found["hyper"] = found.pop("set")
-    known = {field.name for field in fields(Plan)}
+    known = {field.name: str(field.type) for field in fields(Plan)}
     options: dict[str, Any] = {}
     for key, value in found.items():
         name = key.replace("-", "_")
         if name not in known:
-            raise unknown(f"option in {path}", key, known - {"hyper"} | {"set"})
+            raise unknown(f"option in {path}", key, set(known) - {"hyper"} | {"set"})
+        meaning, fits = KINDS[known[name].removesuffix(" | None")]
+        if not fits(value):
+            raise ConfigError(f"{key if name != 'hyper' else 'set'} in {path} is {_shown(value)}; it must be {meaning}")
         options[name] = tuple(value) if isinstance(value, list) else value
     return options
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, cut to a length that fits one."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write out thousands of digits
+        return "too large a number"
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64
+
+
+def _is_plain(value: Any) -> bool:
+    """What a record can hold: no dates."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, (str, bool, float)) or _is_whole(value)
+
+
+def _is_hyper(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(chosen, dict) and all(map(_is_plain, chosen.values())) for chosen in value.values()
+    )
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", _is_text),
+    "int": ("a whole number of 64 bits", _is_whole),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "float": ("a number", lambda value: _is_whole(value) or isinstance(value, float)),
+    "tuple[str, ...]": ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value))),
+    "tuple[int, ...]": (
+        "a list of whole numbers",
+        lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+    ),
+    "dict[str, dict[str, Any]]": ("tables of numbers, texts and lists, e.g. [set.tent] lr = 1e-3", _is_hyper),
+}
+"""By the type of a plan's field: what a configuration file may hold for it, in words and as a test."""
 
 
 def add(app: typer.Typer) -> None:

@@ -2,16 +2,23 @@
 
 Every source gives uint8 images (B, 3, H, W) and labels (B,) for a list of indices. Clean sources are corrupted on the fly by
 `come.corruptions`; the published ones (ImageNet-C, CIFAR-C) hold their corruptions already.
+
+Files are not trusted (SECURITY.md): nothing in them is executed, what they declare is checked before it is allocated, and a
+symbolic link that leads out of the folder is not followed.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -23,6 +30,20 @@ from come.errors import InputError, unknown
 
 OnBadImage = Literal["raise", "skip"]
 IMAGE_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
+"""What a file may hold, whatever its ending says. Pillow knows many more; one of them starts another program."""
+
+MAX_PIXELS = 2**30 // 12
+"""Of an image file, 89 million: where Pillow begins to warn. Decoding one takes up to 1 GB."""
+
+MAX_BYTES = 8 * MAX_PIXELS
+"""Of an image file: eight bytes a pixel, as uncompressed RGBA of 16 bits has."""
+
+MAX_ASPECT = 16
+"""Of what is resized: a longer picture is cut to its middle first, which is all that is kept of it in any case."""
+
+MAX_SOURCE_IMAGES = 1_000_000
+"""Of the source domain, for methods that need some."""
 
 
 class Geometry(NamedTuple):
@@ -78,6 +99,14 @@ class Source(ABC):
         step = max(1, len(self) // count)
         return self.load(range(0, len(self), step)[:count]).images
 
+    def _known(self, indices: Sequence[int]) -> list[int]:
+        """The indices as a list, if they are there; a manifest can ask for any."""
+        found = [int(i) for i in indices]
+        wrong = next((i for i in found if not 0 <= i < len(self)), None)
+        if wrong is not None:
+            raise InputError(f"{self.name} has {len(self)} samples, numbered from 0; there is no sample {wrong}")
+        return found
+
 
 class GlyphSource(Source):
     """The embedded benchmark: characters drawn on the fly, nothing to download.
@@ -102,11 +131,13 @@ class GlyphSource(Source):
         """Draw, or look up what was drawn before."""
         if self._drawn is None:
             self._drawn = self._data.batch(range(len(self)))
-        chosen = torch.as_tensor(list(indices))
+        chosen = torch.tensor(self._known(indices), dtype=torch.int64)
         return Loaded(self._drawn[0][chosen], self._drawn[1][chosen], chosen)
 
     def source_images(self, count: int) -> Tensor:
         """Images of the split that is kept for this."""
+        if not 1 <= count <= MAX_SOURCE_IMAGES:
+            raise InputError(f"source-size is {count}; it must be from 1 to {MAX_SOURCE_IMAGES}")
         return Glyphs("source", count).batch(range(count))[0]
 
 
@@ -135,15 +166,16 @@ class GlyphOutlierSource(Source):
         """Draw, or look up what was drawn before."""
         if self._drawn is None:
             self._drawn = self._data.batch(range(len(self)))[0]
-        chosen = torch.as_tensor(list(indices))
+        chosen = torch.tensor(self._known(indices), dtype=torch.int64)
         return Loaded(self._drawn[chosen], torch.full_like(chosen, -1), chosen)
 
 
 class _Files(Source):
     """Pictures in files, decoded when they are asked for."""
 
-    def __init__(self, name: str, geometry: Geometry, on_bad_image: OnBadImage) -> None:
+    def __init__(self, name: str, path: str, geometry: Geometry, on_bad_image: OnBadImage) -> None:
         self.name, self.geometry, self.on_bad_image = name, geometry, on_bad_image
+        self._root = _folder(path)
 
     @abstractmethod
     def _path(self, index: int, corruption: str | None, severity: int) -> tuple[Path, int]:
@@ -152,15 +184,15 @@ class _Files(Source):
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """Decode; a file that cannot be is named in an error, or skipped and counted."""
         images, labels, kept, bad = [], [], [], 0
-        for index in indices:
+        for index in self._known(indices):
             path, label = self._path(index, corruption, severity)
             try:
+                _stay_inside(path, self._root)
                 images.append(_decode(path, self.geometry))
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            except Exception as error:  # decoders raise whatever they met in the file
                 if self.on_bad_image == "raise":
-                    reason = "not an image" if isinstance(error, UnidentifiedImageError) else str(error)
                     raise InputError(
-                        f"cannot read {path}: {reason}; mend or remove it, or pass --on-bad-image skip"
+                        f"cannot read {path}: {_reason(error)}; mend or remove it, or pass --on-bad-image skip"
                     ) from error
                 bad += 1
                 continue
@@ -178,9 +210,9 @@ class FolderSource(_Files):
     """
 
     def __init__(self, name: str, path: str, geometry: Geometry, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, geometry, on_bad_image)
-        root = _folder(path)
-        classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        super().__init__(name, path, geometry, on_bad_image)
+        root = self._root
+        classes = _subfolders(root)
         if not classes:
             raise InputError(f"{root} has no subfolders; it must hold one folder of images per class")
         self.classes = classes
@@ -207,17 +239,18 @@ class ImageNetCSource(_Files):
     """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`."""
 
     def __init__(self, name: str, path: str, geometry: Geometry, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, geometry, on_bad_image)
-        self._root = _folder(path)
-        self.holds = tuple(n for n in corruption_names() if (self._root / n).is_dir())
+        super().__init__(name, path, geometry, on_bad_image)
+        there = _subfolders(self._root)
+        self.holds = tuple(n for n in corruption_names() if n in there)
         if not self.holds:
             raise InputError(f"{self._root} has no folder named after a corruption, such as gaussian_noise")
-        severities = sorted(p for p in (self._root / self.holds[0]).iterdir() if p.is_dir())
+        severities = _subfolders(self._root / self.holds[0])
         if not severities:
             raise InputError(f"{self._root / self.holds[0]} has no severity folders 1 to 5")
-        layout = FolderSource(name, str(severities[-1]), geometry)
+        first = self._root / self.holds[0] / severities[-1]
+        layout = FolderSource(name, str(first), geometry)
         self.num_classes = layout.num_classes
-        self._files = [(file.relative_to(severities[-1]), label) for file, label in layout._files]
+        self._files = [(file.relative_to(first), label) for file, label in layout._files]
 
     def __len__(self) -> int:
         """Number of samples of one corruption."""
@@ -241,12 +274,14 @@ class CifarCSource(Source):
         self.holds = tuple(n for n in corruption_names() if (self._root / f"{n}.npy").is_file())
         if not self.holds or not (self._root / "labels.npy").is_file():
             raise InputError(f"{self._root} has no labels.npy or no <corruption>.npy; give the unpacked CIFAR-C folder")
-        labels = np.load(self._root / "labels.npy", allow_pickle=False)
+        labels = _array(self._root / "labels.npy")
         self._arrays: dict[str, Any] = {}
-        if len(labels) % 5 or labels.ndim != 1 or not len(labels):
+        if labels.ndim != 1 or len(labels) % 5 or not len(labels):
             raise InputError(
                 f"labels.npy in {self._root} has shape {labels.shape}; it must be five severities of labels"
             )
+        if labels.dtype.kind not in "iu":
+            raise InputError(f"labels.npy in {self._root} has type {labels.dtype}; it must be whole numbers")
         self._each = len(labels) // 5
         self._labels = torch.from_numpy(labels.astype(np.int64))
         if int(self._labels.max()) >= num_classes or int(self._labels.min()) < 0:
@@ -267,13 +302,14 @@ class CifarCSource(Source):
         """Read from the memory-mapped array."""
         name = str(corruption)
         if name not in self._arrays:
-            array = np.load(self._root / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            if array.shape[0] != 5 * self._each or array.ndim != 4 or array.shape[3] != 3 or array.dtype != np.uint8:
+            array = _array(self._root / f"{name}.npy")
+            shaped = array.ndim == 4 and array.shape[0] == 5 * self._each and array.shape[3] == 3 and array.size
+            if not shaped or array.dtype != np.uint8:
                 raise InputError(
                     f"{name}.npy has shape {array.shape} of {array.dtype}; it must be uint8 ({5 * self._each}, H, W, 3)"
                 )
             self._arrays[name] = array
-        chosen = np.asarray(list(indices), dtype=np.int64)
+        chosen = np.array(self._known(indices), dtype=np.int64)
         rows = chosen + (severity - 1) * self._each
         images = torch.from_numpy(np.ascontiguousarray(self._arrays[name][rows])).movedim(-1, 1).contiguous()
         return Loaded(images, self._labels[torch.from_numpy(rows)], torch.from_numpy(chosen))
@@ -321,13 +357,38 @@ class DatasetSource(Source):
         return _to_tensor(_square(image.convert("RGB"), self._geometry) if self._geometry else image.convert("RGB"))
 
 
+class _TorchvisionSource(DatasetSource):
+    """A data set that torchvision reads, from files that may hold anything."""
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Ask torchvision; what goes wrong in there is the files' fault."""
+        try:
+            with _quiet():
+                return super().load(self._known(indices), corruption, severity)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"torchvision cannot read {self.name}: {_reason(error)}; download it again, or give its images as folder:PATH"
+            ) from error
+
+
 # ---- opening by specification ----
+
+_NOT_FROM_TORCHVISION = {
+    "ImageFolder": "write folder:PATH",
+    "DatasetFolder": "write folder:PATH",
+    "LSUN": "torchvision unpickles a file beside it, which could run anything; give its images as folder:PATH",
+    "LSUNClass": "torchvision unpickles a file beside it, which could run anything; give its images as folder:PATH",
+}
 
 
 def _open_torchvision(name: str, rest: str, geometry: Geometry, on_bad_image: OnBadImage) -> Source:
     import torchvision.datasets
 
     kind, _, root = rest.partition(":")
+    if kind in _NOT_FROM_TORCHVISION:
+        raise InputError(f"torchvision's {kind} is not opened by come: {_NOT_FROM_TORCHVISION[kind]}")
     known = [n for n in torchvision.datasets.__all__ if n[0].isupper()]
     if kind not in known:
         raise unknown("torchvision data set", kind, known)
@@ -339,19 +400,20 @@ def _open_torchvision(name: str, rest: str, geometry: Geometry, on_bad_image: On
             break
         except TypeError:
             continue
-        except (RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # whatever torchvision met in the files, or a package that it lacks
             raise InputError(
-                f"torchvision's {kind} is not in {root or 'data'} ({str(error).splitlines()[0]}); download it there first, "
+                f"torchvision's {kind} is not in {root or 'data'} ({_reason(error)}); download it there first, "
                 f"or name the folder: torchvision:{kind}:PATH"
             ) from error
     else:
         raise InputError(f"torchvision's {kind} cannot be opened as a classification data set")
-    classes = len(data.classes) if hasattr(data, "classes") else getattr(data, "num_classes", None)
-    if classes is None:
+    classes = getattr(data, "classes", None)
+    count = getattr(data, "num_classes", None) if classes is None else len(classes)
+    if not isinstance(count, int):
         raise InputError(
             f"torchvision's {kind} does not say how many classes it has; wrap it in come.data.DatasetSource"
         )
-    return DatasetSource(data, num_classes=classes, name=name, geometry=geometry)
+    return _TorchvisionSource(data, num_classes=count, name=name, geometry=geometry)
 
 
 Opener = Callable[[str, str, Geometry, OnBadImage], Source]
@@ -399,26 +461,109 @@ def open_source(spec: str, geometry: Geometry | None = None, on_bad_image: OnBad
 
 
 def _count(spec: str, text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 1_000_000:
+    if not (text.isascii() and text.isdigit() and len(text) <= 7) or not 1 <= int(text) <= 1_000_000:
         raise InputError(f"{spec!r} asks for {text!r} images; write a number from 1 to 1000000, e.g. glyphs:3000")
     return int(text)
 
 
 def _folder(path: str) -> Path:
-    root = Path(path).expanduser()
-    if not root.is_dir():
+    try:
+        root = Path(path).expanduser()
+        if root.is_dir():
+            return root
         state = "is not a folder" if root.exists() else "does not exist"
-        raise InputError(f"{root} {state}; give the folder that holds the images")
-    return root
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, a ~user who is not there
+        raise InputError(f"cannot open the folder {path!r}: {_reason(error)}; give one that holds images") from error
+    raise InputError(f"{root} {state}; give the folder that holds the images")
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError as error:
+        raise InputError(
+            f"cannot list the folder {folder}: {_reason(error)}; make it readable, or remove it"
+        ) from error
+
+
+def _is(entry: os.DirEntry[str], kind: Literal["file", "folder"], *, follow: bool = True) -> bool:
+    try:
+        return entry.is_file(follow_symlinks=follow) if kind == "file" else entry.is_dir(follow_symlinks=follow)
+    except OSError:  # a link to itself
+        return False
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in _entries(folder) if _is(entry, "folder") and not entry.name.startswith("."))
 
 
 def _images_below(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_ENDINGS and file.is_file())
+    """All images, at any depth; links to folders are not gone into, since they can lead in a circle."""
+    found, waiting = [], [folder]
+    while waiting:
+        here = waiting.pop()
+        for entry in _entries(here):
+            if _is(entry, "folder", follow=False):
+                waiting.append(here / entry.name)
+            elif Path(entry.name).suffix.lower() in IMAGE_ENDINGS and _is(entry, "file"):
+                found.append(here / entry.name)
+    return sorted(found)
+
+
+def _stay_inside(path: Path, root: Path) -> None:
+    """Refuse a file that a symbolic link leads to from inside of `root`; where `root` itself leads is the user's choice."""
+    real, home = os.path.realpath(path), os.path.realpath(root)
+    if os.path.commonpath((real, home)) != home:
+        raise ValueError(
+            f"a symbolic link leads out of the data folder, to {real}; if you trust it, name the folder that really holds it"
+        )
+
+
+def _array(path: Path) -> npt.NDArray[Any]:
+    """A .npy file, mapped: what it declares is not allocated, and nothing in it is executed."""
+    try:
+        with _quiet():
+            array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # whatever numpy met in the header
+        raise InputError(f"cannot read {path}: {_reason(error)}; give the unpacked CIFAR-C folder") from error
+    return array
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings about the insides of files: one is read, or it is not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _decode(path: Path, geometry: Geometry) -> Tensor:
-    with Image.open(path) as picture:
-        return _to_tensor(_square(picture.convert("RGB"), geometry))
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"the file has {path.stat().st_size} bytes, more than {MAX_BYTES}")
+    with _quiet(), Image.open(path, formats=FORMATS) as picture:  # reads the header only
+        width, height = picture.size
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"it declares {width} x {height} pixels, more than {MAX_PIXELS}")
+        return _to_tensor(_square(_rgb(picture), geometry))
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    """Eight bits a channel; Pillow cuts deeper ones off at 255 in place of scaling them."""
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if picture.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers of no known range; save it with 8 bits a channel")
+    return picture.convert("RGB")
 
 
 def _to_tensor(picture: Image.Image) -> Tensor:
@@ -436,6 +581,11 @@ RESAMPLING: dict[str, Image.Resampling] = {
 def _square(picture: Image.Image, geometry: Geometry) -> Image.Image:
     width, height = picture.size
     if min(width, height) != geometry.size:
+        longest = MAX_ASPECT * min(width, height)
+        if max(width, height) > longest:
+            left, top = max(0, width - longest) // 2, max(0, height - longest) // 2
+            picture = picture.crop((left, top, left + min(width, longest), top + min(height, longest)))
+            width, height = picture.size
         scale = geometry.resize / min(width, height)
         method = RESAMPLING.get(geometry.interpolation, Image.Resampling.BILINEAR)
         picture = picture.resize((max(1, round(width * scale)), max(1, round(height * scale))), method)

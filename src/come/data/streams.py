@@ -16,6 +16,10 @@ from come.errors import ConfigError, InputError, require
 FORMAT = "come-stream-2"
 OUTLIER = -1
 """In `Stream.kinds`: a sample of the outlier source."""
+MAX_BYTES = 64 * 2**20
+"""Of a manifest: enough for five million samples."""
+SEEDS = range(-(2**63), 2**64)
+"""What torch takes for one."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,17 @@ class Stream:
 
     def __post_init__(self) -> None:
         require(bool(self.shifts), "shifts", self.shifts, "a list of at least one (corruption, severity)")
+        require(_whole(self.seed) and self.seed in SEEDS, "seed", self.seed, "a whole number of 64 bits")
         for corruption, severity in self.shifts:
+            require(_whole(severity), "severity", severity, "from 1 to 5")
             if corruption is not None:
+                require(isinstance(corruption, str), "a corruption", corruption, "a name, or None for a clean image")
                 check_choice(corruption, severity, self.seed, None)
-        require(all(isinstance(i, int) and i >= 0 for i in self.order), "order", self.order, "a list of indices >= 0")
+        if wrong := [i for i in self.order if not (_whole(i) and 0 <= i < 2**63)]:
+            require(False, "an entry of order", wrong[0], "an index, from 0 on")
         require(len(self.kinds) in (0, len(self.order)), "kinds", len(self.kinds), f"one for each of {len(self.order)}")
         low = OUTLIER if self.outliers is not None else 0
-        if not all(isinstance(k, int) and low <= k < len(self.shifts) for k in self.kinds):
+        if not all(_whole(k) and low <= k < len(self.shifts) for k in self.kinds):
             raise ConfigError(f"kinds holds a value outside {low} to {len(self.shifts) - 1}: a place in shifts, or -1")
 
     @classmethod
@@ -90,9 +98,13 @@ class Stream:
 
     @classmethod
     def load(cls, path: str | Path) -> Stream:
-        """Read a manifest that `save` wrote."""
+        """Read a manifest that `save` wrote; it may have been changed since, or be something else."""
         try:
-            found = json.loads(Path(path).read_text())
+            with open(path, encoding="utf-8") as file:
+                text = file.read(MAX_BYTES + 1)
+            if len(text) > MAX_BYTES:
+                raise ValueError(f"it is longer than {MAX_BYTES} characters")
+            found = json.loads(text)
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"cannot read the stream {path}: {error}; give a manifest that come wrote") from error
         known = {field.name for field in fields(cls)}
@@ -100,12 +112,21 @@ class Stream:
             raise InputError(f"{path} is not a stream of format {FORMAT!r}; give a manifest that come wrote")
         if not all(isinstance(found[key], list) for key in ("order", "kinds", "shifts")):
             raise InputError(f"the order, kinds or shifts in {path} are not lists")
-        texts: tuple[Any, ...] = (found["data"], found["domain"], found["outliers"] or "")
+        texts: tuple[Any, ...] = (
+            found["data"],
+            found["domain"],
+            "" if found["outliers"] is None else found["outliers"],
+        )
         shaped = all(isinstance(s, list) and len(s) == 2 for s in found["shifts"])
-        if not shaped or not all(isinstance(text, str) for text in texts) or not isinstance(found["seed"], int):
+        if not shaped or not all(isinstance(text, str) for text in texts):
             raise InputError(f"{path} holds values of the wrong kind; give a manifest that come wrote")
         shifts = tuple((name, severity) for name, severity in found["shifts"])
         return cls(**{**found, "order": tuple(found["order"]), "kinds": tuple(found["kinds"]), "shifts": shifts})
+
+
+def _whole(value: object) -> bool:
+    """Whether it is an int; True is one in Python, and none in a manifest."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shuffle(values: Sequence[int], seed: int) -> list[int]:

@@ -108,12 +108,12 @@ class DeYO(Method):
                 f"images of {h}x{w} cannot be cut into {n}x{n} patches; use larger images or fewer patches"
             )
         size = (h // n * n, w // n * n)
-        even = images if size == (h, w) else F.interpolate(images, size, mode="bilinear", antialias=True)
+        even = images if size == (h, w) else F.interpolate(exact(images), size, mode="bilinear", antialias=True)
         grid = even.view(b, c, n, size[0] // n, n, size[1] // n).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
         order = torch.rand(b, n * n, generator=generator, device=images.device).argsort(dim=1)
         grid = torch.unflatten(grid.gather(1, order.view(b, -1, 1, 1, 1).expand_as(grid)), 1, (n, n))
         mixed = grid.permute(0, 3, 1, 4, 2, 5).reshape(b, c, *size)
-        return mixed if size == (h, w) else F.interpolate(mixed, (h, w), mode="bilinear")
+        return mixed if size == (h, w) else F.interpolate(mixed, (h, w), mode="bilinear").to(images.dtype)
 
 
 def _probability(logits: Tensor, label: Tensor) -> Tensor:

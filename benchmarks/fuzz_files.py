@@ -1,0 +1,982 @@
+"""Feed broken and hostile files to everything that reads one, and count what comes back.
+
+python benchmarks/fuzz_files.py [--cases 10000] [--seconds 600] [--seed 0] [--only images,config]
+
+A case is accepted, refused with a `come.ComeError`, or something else: a crash, or an image of the wrong shape. The last count
+must be 0; the exit code says so. The strategies are also those of `tests/test_fuzz_files.py`. See SECURITY.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from PIL import Image
+from rich.console import Console
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as safetensors_bytes
+
+import come
+from come import cli, models
+from come.bench import Plan, RunFolder
+from come.bench import run as run_plan
+from come.cli import bench as bench_command
+from come.data import Geometry, Stream, open_source
+from come.testing import TinyClassifier
+
+SMALL = Geometry(size=32, resize=36)
+
+# ---- values that are not what a reader expects ----
+
+TEXTS = (
+    "", " ", "tent", "em", "fog", "glyphs", "../../etc/passwd", "/etc/passwd", "a/../..", "~nobody-here/x", "x\0y",
+    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "[/red]", "[bold]", "{0}", "%s", "$(id)", "`id`", "-rf",
+    "\x1b[31mred\x1b[0m", "line\nbreak", "tab\t", "\u202eevil", "é\u0301", "😀", "²", "٣", "\ud800", "x" * 5000, "NaN",
+)  # fmt: skip
+NUMBERS = (-1, 0, 1, 2, 5, 6, 99, 2**31, -(2**31), 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, 10**30, -(10**30))
+FLOATS = (0.0, -0.0, 0.5, 1.0, -1.5, 1e308, float("inf"), float("-inf"), float("nan"))
+BIG, DEEP = "@a number of 5000 digits@", "@100000 brackets@"
+"""Stand for text that no writer makes; see `raw`."""
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.sampled_from(NUMBERS), st.integers(), st.sampled_from(FLOATS), st.floats(),
+    st.sampled_from(TEXTS), st.text(max_size=8),
+)  # fmt: skip
+junk = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(TEXTS), inner, max_size=3)
+)
+json_junk = st.one_of(junk, st.sampled_from((BIG, DEEP)))
+scribbles = st.one_of(
+    st.binary(max_size=60),
+    st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.text(alphabet='[]{}",:=.-+eE0123456789 \n#\\utrfn', max_size=60).map(str.encode),
+)
+
+
+def raw(text: str) -> bytes:
+    """Put in what stands for too long a number and too deep a nesting."""
+    text = text.replace(json.dumps(BIG), "9" * 5000).replace(json.dumps(DEEP), "[" * 100_000)
+    return text.encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One wound in a JSON value: at the `where`-th of all its places."""
+
+    where: int
+    how: str
+    value: Any
+
+    def apply(self, whole: Any) -> Any:
+        places = list(_places(whole))
+        if not places:
+            return self.value
+        holder, key = places[self.where % len(places)]
+        if self.how == "delete":
+            del holder[key]
+        elif self.how == "wrap":
+            holder[key] = [holder[key]]
+        elif self.how == "add" and isinstance(holder, dict):
+            holder[str(self.value)[:20]] = self.value
+        elif self.how == "text":
+            holder[key] = str(holder[key])
+        else:
+            holder[key] = self.value
+        return whole
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in list(keys) for place in [(value, key), *_places(value[key])]]
+
+
+changes = st.lists(
+    st.builds(Change, st.integers(0, 10**6), st.sampled_from(("replace", "delete", "wrap", "add", "text")), json_junk),
+    max_size=3,
+)
+
+
+def wounded(text: str, wounds: list[Change]) -> bytes:
+    """A JSON text with the wounds in it."""
+    whole = json.loads(text)
+    for wound in wounds:
+        whole = wound.apply(whole)
+    return raw(json.dumps(whole))
+
+
+# ---- configuration files ----
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "methods": (["tent"], ["tent", "sar:lr=0.1"], ["tent:" * 20], ["tent:lr="], "tent", [[]], []),
+    "corruptions": (["fog"], ["fog", "fog"], "fog", [["fog"]], [1]),
+    "objectives": (["em"], ["come:tau=2"], ["come:tau=x"], {"em": 1}),
+    "seeds": ([0], [0, 0], [-1], [2**64], [True], [0.5], 0, ["0"]),
+    "setting": ("lifelong", "open-world", "in-distribution", "mixed", []),
+    "severity": (1, 0, 2.0, True, "5"),
+    "set": ({"tent": {"lr": 1}}, {"tent": 1}, [], {"tent": {"select": "[/x]"}}, {"tent": {"lr": []}}, "x"),
+    "data": ("glyphs:10", "folder:..", 1),
+    "outliers": (["glyph-outliers:far"], ["x"], "x"),
+}
+KEYS = sorted(
+    {field.name for field in fields_of(Plan)} | {"set", "batch-size", "source-size", "outlier-ratio", "x", ""}
+)
+
+
+@st.composite
+def _options(draw: st.DrawFn) -> dict[str, Any]:
+    keys = draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
+    return {key: draw(st.sampled_from(VALUES[key]) | junk if key in VALUES else junk) for key in keys}
+
+
+def toml(value: Any) -> str:
+    """TOML of a value; None has none, so a date stands for it."""
+    if value is None:
+        return "1979-05-27T07:32:00Z"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)} = {toml(v)}" for key, v in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _config_bytes(options: dict[str, Any]) -> bytes:
+    return "\n".join(f"{json.dumps(key)} = {toml(v)}" for key, v in options.items()).encode("utf-8", "surrogatepass")
+
+
+NESTED = (
+    b"model = " + b"[" * 100_000,
+    b"[" + b"a." * 5000 + b"a]",
+    b"seeds = [" + b"9" * 5000 + b"]",
+    b"limit = " + b"9" * 5000,
+    b"limit = 0x" + b"f" * 100,
+    b"severity = 0x" + b"f" * 5000,
+    b"seeds = [0x" + b"f" * 5000 + b"]",
+    b"set.tent.lr = 0x" + b"f" * 5000,
+    b"model = '''" + b"x" * 2**21 + b"'''",
+    b"set.tent.lr = 1\nset.tent.lr.x = 2",
+    b"imbalance = 2024-02-31",
+)
+configs = st.one_of(_options().map(_config_bytes), _options().map(_config_bytes), scribbles, st.sampled_from(NESTED))
+
+
+def read_config(case: bytes, folder: Path) -> None:
+    path = folder / "c.toml"
+    path.write_bytes(case)
+    plan = bench_command.read_plan("quick", path)
+    cells = list(plan.cells(100))[:50]
+    assert plan.slug
+    assert all(cell.key for cell in cells)
+    bench_command._show_grid(Console(file=io.StringIO(), highlight=False), plan, cells, folder)
+
+
+# ---- manifests ----
+
+MANIFEST = json.dumps(
+    {"format": "come-stream-2", "data": "glyphs:20", "order": [3, 1, 2, 0], "shifts": [["fog", 5], [None, 5]], "seed": 0,
+     "kinds": [0, 1, 0, -1], "domain": "fog", "outliers": "glyph-outliers:far"}
+)  # fmt: skip
+manifests = st.one_of(
+    changes.map(lambda wounds: wounded(MANIFEST, wounds)),
+    changes.map(lambda wounds: wounded(MANIFEST, wounds)),
+    st.tuples(st.sampled_from(sorted(json.loads(MANIFEST))), json_junk).map(  # a key that is there twice
+        lambda pair: raw(f"{MANIFEST[:-1]}, {json.dumps(pair[0])}: {json.dumps(pair[1])}}}")
+    ),
+    json_junk.map(lambda value: raw(json.dumps(value))),
+    scribbles,
+)
+
+
+def read_manifest(case: bytes, folder: Path) -> None:
+    path = folder / "s.json"
+    path.write_bytes(case)
+    stream = Stream.load(path)
+    assert hash(stream) is not None
+    stream.save(path)
+    assert Stream.load(path) == stream
+    for i in range(min(len(stream), 4)):
+        source = open_source("glyph-outliers:far") if stream.kind(i) < 0 else open_source("glyphs:20")
+        loaded = source.load([stream.order[i]], *stream.shifts[max(0, stream.kind(i))])
+        assert loaded.indices.tolist() == [stream.order[i]]
+
+
+# ---- run folders ----
+
+
+@cache
+def finished_run() -> Path:
+    """A small run, to be wounded; made once."""
+    path = Path(tempfile.mkdtemp(prefix="come-fuzz-run-"))
+    run_plan(Plan(data="glyphs:100", methods=("source", "tent"), corruptions=("fog",), limit=16), path)
+    return path
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What happens to one file of a run folder."""
+
+    file: int
+    wounds: list[Change] | None
+    content: bytes
+    place: int
+    forged: bool
+    """Leave the checksums out, as old versions did: else hardly a wound gets past them."""
+
+
+damages = st.lists(
+    st.builds(
+        Damage, st.integers(0, 40), st.none() | changes | changes, scribbles, st.integers(0, 10**5), st.booleans()
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def _damaged(case: list[Damage], folder: Path) -> Path:
+    run = folder / "run"
+    shutil.copytree(finished_run(), run)
+    files = sorted(path for path in run.rglob("*") if path.suffix in (".json", ".safetensors"))
+    records = [path for path in files if path.parent.name == "cells" and path.suffix == ".json"]
+    files += 5 * records
+    for damage in case:
+        path = files[damage.file % len(files)]
+        if damage.wounds is not None and path.suffix == ".json":
+            with contextlib.suppress(ValueError, RecursionError):  # wounded before
+                path.write_bytes(wounded(path.read_text(), damage.wounds))
+        elif damage.wounds is not None:
+            with contextlib.suppress(SafetensorError):
+                path.write_bytes(safetensors_bytes(_other_rows(load_safetensors(path.read_bytes()), damage.place)))
+        elif damage.place % 3 == 0:
+            path.write_bytes(damage.content)
+        else:
+            whole = bytearray(path.read_bytes())
+            at = damage.place % (len(whole) + 1)
+            whole[at : at + len(damage.content)] = damage.content
+            path.write_bytes(bytes(whole) if damage.place % 3 == 1 else bytes(whole[:at]))
+    for path in records if case[0].forged else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            whole_record = json.loads(path.read_bytes())
+            if isinstance(whole_record, dict):
+                path.write_text(json.dumps({**whole_record, "rows": None, "sha256": None}))
+    return run
+
+
+def _other_rows(rows: dict[str, torch.Tensor], place: int) -> dict[str, torch.Tensor]:
+    """Rows that come would not write: a column is gone, short, of another kind, or holds other values."""
+    if not rows:
+        return {"label": torch.zeros(3)}
+    name = sorted(rows)[place % len(rows)]
+    column = rows.pop(name)
+    other = (
+        None, column[:3], column[:, None], column.to(torch.complex64), column.double() * float("nan"), column.bool(),
+        column.double() + 1e30, torch.tensor(1.0), -column.long(), column.to(torch.float8_e4m3fn),
+    )[place // 16 % 10]  # fmt: skip
+    return rows if other is None else {**rows, name: other.contiguous()}
+
+
+def read_records(case: list[Damage], folder: Path) -> None:
+    run = RunFolder.existing(_damaged(case, folder))
+    for record in run.records():
+        with contextlib.suppress(come.ComeError):
+            run.rows(record.key)
+    plan = Plan(data="glyphs:100", methods=("source", "tent"), corruptions=("fog",), limit=16)
+    for cell in plan.cells(100):
+        record = run.record(cell)
+        assert record is None or record.key == cell.key
+
+
+def _command(*arguments: str) -> None:
+    """A command as `come` runs it, but for the exit code."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            cli.app(list(arguments), standalone_mode=False)
+        except Exception as error:
+            if not isinstance(error, come.ComeError) and hasattr(error, "format_message"):
+                raise come.ConfigError(error.format_message()) from error
+            raise
+
+
+def report(case: list[Damage], folder: Path) -> None:
+    run = str(_damaged(case, folder))
+    form = ("md", "latex", "csv", "json")[case[0].place % 4]
+    _command("report", run, "--format", form, *(("--score", "energy") if case[0].place % 2 else ()))
+
+
+def report_page(case: list[Damage], folder: Path) -> None:
+    _command("report", str(_damaged(case, folder)))
+
+
+def compare(case: list[Damage], folder: Path) -> None:
+    _command("compare", str(finished_run()), str(_damaged(case, folder)), "--all")
+
+
+# ---- folders of images ----
+
+
+def png(width: int, height: int, data: bytes = b"", colour: int = 2, depth: int = 8) -> bytes:
+    """A PNG that declares any size, with whatever data."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    body = chunk(b"IDAT", data) if data else b""
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + body + chunk(b"IEND", b"")
+
+
+def _saved(picture: Image.Image, form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+@cache
+def pictures() -> dict[str, bytes]:
+    """Whole images of all kinds, and files that only say that they are one."""
+    grey = np.random.default_rng(0).integers(0, 200, (40, 48, 3), dtype=np.uint8)
+    rgb = Image.fromarray(grey)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    palette = rgb.quantize(16)
+    frames = [rgb, rgb.rotate(90), rgb.rotate(180)]
+    many = {"save_all": True, "append_images": frames[1:]}
+    return {
+        "png": _saved(rgb, "PNG"),
+        "jpeg": _saved(rgb, "JPEG"),
+        "progressive": _saved(rgb, "JPEG", progressive=True),
+        "cmyk": _saved(rgb.convert("CMYK"), "JPEG"),
+        "rotated": _saved(rgb, "JPEG", exif=exif),
+        "grey": _saved(rgb.convert("L"), "PNG"),
+        "alpha": _saved(rgb.convert("RGBA"), "PNG"),
+        "grey alpha": _saved(rgb.convert("LA"), "PNG"),
+        "one bit": _saved(rgb.convert("1"), "PNG"),
+        "16 bit": _saved(Image.fromarray(grey[..., 0].astype(np.uint16) * 256), "PNG"),
+        "float": _saved(Image.fromarray(grey[..., 0].astype(np.float32)), "TIFF"),
+        "32 bit": _saved(Image.fromarray(grey[..., 0].astype(np.int32)), "TIFF"),
+        "palette": _saved(palette, "PNG", transparency=bytes(range(16))),
+        "palette one": _saved(palette, "PNG", transparency=3),
+        "gif": _saved(rgb, "GIF", **many),
+        "webp": _saved(rgb, "WEBP"),
+        "webp many": _saved(rgb, "WEBP", **many),
+        "apng": _saved(rgb, "PNG", **many),
+        "tiff": _saved(rgb, "TIFF", compression="tiff_lzw"),
+        "tiff many": _saved(rgb, "TIFF", **many),
+        "tiff jpeg": _saved(rgb, "TIFF", compression="jpeg"),
+        "bmp": _saved(rgb, "BMP"),
+        "ppm": _saved(rgb, "PPM"),
+        "pgm 16": b"P5 4 4 65535 " + bytes(range(32)),
+        "one": _saved(Image.new("RGB", (1, 1)), "PNG"),
+        "exact": _saved(rgb.resize((32, 32)), "PNG"),
+        "wide": _saved(Image.new("RGB", (10_000, 1)), "PNG"),
+        "high": _saved(Image.new("L", (1, 60_000)), "PNG"),
+        "bomb": png(60_000, 60_000),
+        "warned": png(10_000, 10_000, zlib.compress(bytes(1000))),
+        "no data": png(5_000, 5_000),
+        "short data": png(64, 64, zlib.compress(bytes(100))),
+        "no width": png(0, 5),
+        "ppm bomb": b"P6 90000 90000 255 ",
+        "ppm none": b"P6 0 0 255 ",
+        "bmp bomb": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 2**30, -(2**30), 1, 24, *6 * [0]),
+        "text chunk": png(8, 8)[:33] + _text_bomb() + png(8, 8)[33:],
+        "eps": _saved(rgb, "EPS"),
+        "psd": b"8BPS" + bytes(40),
+        "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
+        "text": b"no image at all",
+        "empty": b"",
+    }  # fmt: skip
+
+
+def _text_bomb() -> bytes:
+    body = b"zTXtx\0\0" + zlib.compress(bytes(10**7), 9)
+    return struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+
+
+OUTSIDE = (255, 0, 255)
+"""The colour of the image outside of the folder: it must never be seen."""
+
+NAMES = (
+    "a", "<img src=x onerror=alert(1)>", "'\"`$(id)", "new\nline", "é😀\u202e", "-rf", "x" * 240, "..a", "[bold]", "\x1b[31m",
+    "%s", " ", "a.png.png", "\udcff",
+)  # fmt: skip
+KINDS = (
+    "file",
+    "file",
+    "file",
+    "file",
+    "link in",
+    "link out",
+    "link gone",
+    "link loop",
+    "folder",
+    "folder loop",
+    "pipe",
+)
+CLASSES = ("own", "own", "own", "own", "link in", "link out", "link loop", "file")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of a folder of images."""
+
+    name: str
+    ending: str
+    kind: str
+    picture: str
+    wounds: list[tuple[str, int, bytes]]
+
+    def content(self) -> bytes:
+        whole = bytearray(pictures()[self.picture])
+        for how, where, value in self.wounds:
+            at = where % (len(whole) + 1)
+            if how == "cut":
+                del whole[at:]
+            elif how == "insert":
+                whole[at:at] = value
+            elif how == "head":
+                at = where % 64
+                whole[at : at + len(value)] = value
+            else:
+                whole[at : at + len(value)] = value
+        return mended(bytes(whole))
+
+
+def mended(content: bytes) -> bytes:
+    """A PNG with right checksums, so that its decoder goes on to what is wrong in it."""
+    if not content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return content
+    whole, at = bytearray(content), 8
+    while at + 12 <= len(whole):
+        (size,) = struct.unpack_from(">I", whole, at)
+        if at + 12 + size > len(whole):
+            break
+        struct.pack_into(">I", whole, at + 8 + size, zlib.crc32(whole[at + 4 : at + 8 + size]))
+        at += 12 + size
+    return bytes(whole)
+
+
+items = st.builds(
+    Item,
+    st.sampled_from(NAMES),
+    st.sampled_from((".png", ".JPEG", ".jpg", ".tif", ".webp", ".bmp", ".ppm", ".gif", "")),
+    st.sampled_from(KINDS),
+    st.sampled_from(sorted(pictures())),
+    st.lists(
+        st.tuples(
+            st.sampled_from(("cut", "set", "insert", "head", "head")), st.integers(0, 10**5), st.binary(max_size=4)
+        ),
+        max_size=3,
+    ),
+)
+folders = st.tuples(
+    st.sampled_from(("folder", "folder", "tiny-imagenet", "imagenet-c")),
+    st.sampled_from(("raise", "skip")),
+    st.lists(st.tuples(st.sampled_from(CLASSES), st.lists(items, max_size=3)), min_size=1, max_size=3),
+)
+
+
+def _build(root: Path, outside: Path, classes: list[tuple[str, list[Item]]]) -> None:
+    (outside / "class").mkdir(parents=True)
+    Image.new("RGB", (32, 32), OUTSIDE).save(outside / "class" / "secret.png")
+    for number, (kind, entries) in enumerate(classes):
+        place = root / f"{number} {NAMES[number % len(NAMES)][:20]}".replace("/", "_")
+        if kind == "own":
+            place.mkdir(parents=True)
+            for entry in entries:
+                _place(place / f"{entry.name}{entry.ending}", entry, outside)
+        elif kind == "file":
+            root.mkdir(parents=True, exist_ok=True)
+            place.touch()
+        else:
+            root.mkdir(parents=True, exist_ok=True)
+            place.symlink_to({"link in": root, "link out": outside / "class", "link loop": place}[kind])
+
+
+def _place(path: Path, item: Item, outside: Path) -> None:
+    if path.is_symlink() or path.exists():
+        return
+    if item.kind == "file":
+        path.write_bytes(item.content())
+    elif item.kind == "folder":
+        path.mkdir()
+    elif item.kind == "pipe":
+        os.mkfifo(path)
+    elif item.kind == "link in":
+        (path.parent / "there.png").write_bytes(pictures()["png"])
+        path.symlink_to("there.png")
+    else:
+        target = {"link out": outside / "class" / "secret.png", "link gone": outside / "none.png", "link loop": path}
+        path.symlink_to(target.get(item.kind, ".."))
+
+
+def read_images(case: tuple[str, Any, list[tuple[str, list[Item]]]], folder: Path) -> None:
+    kind, on_bad_image, classes = case
+    root = folder / "root"
+    _build(root / "fog" / "5" if kind == "imagenet-c" else root, folder / "outside", classes)
+    source = open_source(f"{kind}:{root}", SMALL, on_bad_image)
+    loaded = source.load(range(len(source)), "fog" if source.holds else None, 5)
+    assert loaded.images.shape == (len(source) - loaded.bad, 3, 32, 32)
+    assert loaded.images.dtype == torch.uint8
+    assert len(loaded.labels) == len(loaded.images)
+    assert loaded.bad == 0 or on_bad_image == "skip"
+    secret = torch.tensor(OUTSIDE, dtype=torch.uint8).view(1, 3, 1, 1)
+    assert not (loaded.images == secret).flatten(1).all(1).any(), "an image from outside of the folder was read"
+
+
+# ---- arrays of CIFAR-C ----
+
+
+def npy(header: str, data: bytes = b"", version: tuple[int, int] = (1, 0)) -> bytes:
+    """A .npy file that declares anything."""
+    text = header.encode("latin1", "replace") + b"\n"
+    size = struct.pack("<H" if version == (1, 0) else "<I", len(text))
+    return b"\x93NUMPY" + bytes(version) + size + text + data
+
+
+def _array(value: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, value, allow_pickle=True)
+    return file.getvalue()
+
+
+class Payload:
+    """Leaves a mark when it is unpickled."""
+
+    ran: list[str] = []  # noqa: RUF012 - the mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.ran.append, ("unpickled",)
+
+
+class Marker:
+    """Makes a file when it is unpickled, wherever that is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@cache
+def arrays() -> dict[str, bytes]:
+    """Arrays that are right for one of the two files, or for none."""
+    zipped = io.BytesIO()
+    np.savez(zipped, a=np.zeros(3))
+    objects = np.empty(10, dtype=object)
+    objects[:] = [Marker(Path(tempfile.gettempdir()) / "come-fuzz-unpickled")] * 10
+    return {
+        "labels": _array(np.arange(10) % 5),
+        "images": _array(np.zeros((10, 8, 8, 3), dtype=np.uint8)),
+        "objects": _array(objects),
+        "float labels": _array(np.full(10, np.nan)),
+        "unsigned labels": _array(np.full(10, 2**64 - 1, dtype=np.uint64)),
+        "texts": _array(np.array(["a"] * 10)),
+        "dates": _array(np.zeros(10, dtype="datetime64[s]")),
+        "complex": _array(np.ones(10, dtype=complex)),
+        "fields": _array(np.zeros(10, dtype=[("a", "i4")])),
+        "no axis": _array(np.array(3)),
+        "no rows": _array(np.zeros(0, dtype=int)),
+        "no pixels": _array(np.zeros((10, 0, 8, 3), dtype=np.uint8)),
+        "float images": _array(np.zeros((10, 8, 8, 3))),
+        "huge labels": npy("{'descr': '<i8', 'fortran_order': False, 'shape': (100000000000000,), }"),
+        "huge images": npy("{'descr': '|u1', 'fortran_order': False, 'shape': (10, 100000, 100000, 3), }"),
+        "overflow": npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({2**62}, {2**62}), }}"),
+        "long": npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({'9' * 5000},), }}"),
+        "negative": npy("{'descr': '<i8', 'fortran_order': False, 'shape': (-10,), }", bytes(80)),
+        "bool": npy("{'descr': '<i8', 'fortran_order': False, 'shape': (True,), }", bytes(8)),
+        "deep": npy("(" * 5000),
+        "code": npy("__import__('os').getcwd()"),
+        "descr": npy("{'descr': [[[]]], 'fortran_order': False, 'shape': (10,), }", bytes(80)),
+        "long header": npy("{" + " " * 10**6, version=(2, 0)),
+        "zip": zipped.getvalue(),
+        "pickle": pickle.dumps([1, 2]),
+        "empty": b"",
+    }
+
+
+_array_bytes = st.tuples(
+    st.sampled_from(sorted(arrays())),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 400), st.binary(max_size=3)), max_size=2),
+)
+cifars = st.tuples(
+    st.one_of(st.just(("labels", [])), _array_bytes), st.one_of(st.just(("images", [])), _array_bytes), st.integers(-1, 2)
+)  # fmt: skip
+
+
+def read_cifar(case: Any, folder: Path) -> None:
+    labels, images, index = case
+    for name, (kind, wounds) in (("labels", labels), ("fog", images)):
+        whole = bytearray(arrays()[kind])
+        for cut, where, value in wounds:
+            at = where % (len(whole) + 1)
+            whole[at : None if cut else at + len(value)] = value
+        (folder / f"{name}.npy").write_bytes(bytes(whole))
+    source = open_source(f"cifar10-c:{folder}")
+    loaded = source.load([index], "fog", 5)
+    assert loaded.images.ndim == 4
+    assert loaded.images.dtype == torch.uint8
+    assert 0 <= int(loaded.labels[0]) < 10
+
+
+# ---- specifications on the command line ----
+
+SPECS = (
+    "", ":", "folder", "folder:", "folder:../x", "folder:..", "folder:/etc/passwd", "folder:/dev/null", "folder:\0",
+    "folder:a\0b", "folder:" + "x" * 300, "folder:" + "x/" * 5000, "folder:~nobody-here", "folder:\ud800", "folder:\n",
+    "glyphs:-1", "glyphs:0", "glyphs:99999999999", "glyphs:²", "glyphs:٣", "glyphs:1.5", "glyphs:" + "9" * 5000, "glyphs: 5", "glyphs:+5",
+    "glyphs:100", "glyph-outliers:", "glyph-outliers:up", "torchvision:", "torchvision:..", "torchvision:CIFAR10:\0",
+    "torchvision:CIFAR10:/etc", "torchvision:CIFAR10:" + "x" * 300, "torchvision:MNIST:..",
+    "torchvision:ImageFolder:..", "torchvision:LSUN:.",
+    "torchvision:FakeData", "torchvision:__init__", "torchvision:Kinetics:/tmp", "torchvision:EMNIST:x", "imagenet-c:\0",
+    "imagenet-c:" + "x" * 300, "cifar10-c:\0", "cifar100-c:..", "tiny-imagenet:" + "x" * 5000, "http://example.org/x",
+    "unknown:x",
+)  # fmt: skip
+MODELS = (
+    "", ":", "glyphs-vit", "timm:", "timm:..", "timm:hf-hub:x/y", "timm:test_resnet.nonsense", "timm:\0", "torchvision:",
+    "resnet", "torchvision:../x", "local-dir:/tmp", "timm:local-dir:/tmp",
+)  # fmt: skip
+specs = st.one_of(
+    st.tuples(st.just("data"), st.sampled_from(SPECS)),
+    st.tuples(
+        st.just("data"),
+        st.tuples(
+            st.sampled_from(("folder", "glyphs", "glyph-outliers", "torchvision", "imagenet-c", "cifar10-c", "x")),
+            st.sampled_from(TEXTS) | st.text(max_size=10) | st.integers().map(str),
+        ).map(":".join),
+    ),
+    st.tuples(st.just("model"), st.sampled_from(MODELS) | st.text(max_size=10).map("timm:".__add__)),
+    st.tuples(st.just("seeds"), st.sampled_from(TEXTS) | st.sampled_from(("--5", "5-", "1,²", "9" * 5000, str(2**64)))),
+    st.tuples(st.just("set"), st.sampled_from(TEXTS) | st.text(max_size=10).map("tent.lr=".__add__)),
+    st.tuples(st.sampled_from(("config", "stream", "checkpoint")), st.sampled_from(TEXTS)),
+)  # fmt: skip
+
+
+def open_spec(case: tuple[str, str], folder: Path) -> None:
+    option, value = case
+    (folder / "a" / "b").mkdir(parents=True)
+    os.chdir(folder / "a" / "b")  # so that .. is nothing but a
+    if option == "data":
+        source = open_source(value, SMALL)
+        if len(source) <= 100:
+            source.load([0], source.holds[0] if source.holds else None)
+    elif option == "model":
+        models.load(value, checkpoint=None if value in models.GLYPHS else _weights_file())
+    elif option == "config":
+        bench_command.read_plan("quick", Path(value))
+    elif option == "stream":
+        Stream.load(Path(value))
+    elif option == "checkpoint":
+        models.load("timm:test_resnet", checkpoint=value)
+    else:
+        _command(
+            "bench", "--limit", "4", "--methods", "tent", "--corruptions", "fog", f"--{option}={value}", "--dry-run"
+        )
+
+
+# ---- checkpoints and saved states ----
+
+
+@cache
+def _weights() -> dict[str, torch.Tensor]:
+    import timm
+
+    return timm.create_model("test_resnet", num_classes=3).state_dict()
+
+
+@cache
+def _weights_file() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="come-fuzz-weights-")) / "w.safetensors"
+    path.write_bytes(safetensors_bytes(_weights()))
+    return path
+
+
+def header(about: Any, size: int | None = None, data: bytes = b"") -> bytes:
+    """A safetensors file that declares anything."""
+    text = about if isinstance(about, bytes) else json.dumps(about).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def torch_bytes(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def packed(content: bytes) -> bytes:
+    """A torch file whose parts are compressed, as torch never writes them: a few bytes can be gigabytes."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for item in old.infolist():
+            new.writestr(item.filename, old.read(item))
+    return file.getvalue()
+
+
+@cache
+def checkpoints() -> dict[str, bytes]:
+    """Weights, and what is none."""
+    good = _weights()
+    wide = {**good, "fc.weight": torch.zeros(1).expand(10**9, 4), "fc.bias": torch.zeros(1).expand(10**9)}
+    half = {"fc.weight": torch.zeros(1, dtype=torch.float16).expand(10**6, 10**6)}
+    shape = {"fc.weight": {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4]}}
+    return {
+        "good.safetensors": safetensors_bytes(good),
+        "good.pth": torch_bytes({"state_dict": good}),
+        "old.pth": torch_bytes(good, _use_new_zipfile_serialization=False),
+        "packed.pth": packed(torch_bytes({"w": torch.zeros(10**6)})),
+        "pickle.pth": pickle.dumps({"w": Payload()}),
+        "payload.pth": torch_bytes({"w": Payload()}),
+        "payload old.pth": torch_bytes({"w": Payload()}, _use_new_zipfile_serialization=False),
+        "payload.safetensors": pickle.dumps({"w": Payload()}),
+        "module.pth": torch_bytes(torch.nn.Linear(2, 2)),
+        "numbers.pth": torch_bytes({1: torch.zeros(1), None: torch.zeros(2)}),
+        "list.pth": torch_bytes([1]),
+        "nested.pth": torch_bytes({"state_dict": {"model": {"state_dict": 3}}}),
+        "wide.pth": torch_bytes(wide),
+        "half.pth": torch_bytes(half),
+        "meta.pth": torch_bytes({**good, "fc.weight": torch.zeros(3, 4, device="meta")}),
+        "sparse.pth": torch_bytes({"fc.weight": torch.eye(3).to_sparse()}),
+        "scalar.pth": torch_bytes({**good, "fc.weight": torch.tensor(1.0)}),
+        "none.pth": torch_bytes({**good, "fc.weight": torch.zeros(0, 4)}),
+        "complex.pth": torch_bytes({**good, "fc.weight": torch.zeros(3, 4, dtype=torch.complex64)}),
+        "shapes.safetensors": safetensors_bytes({**good, "fc.weight": torch.zeros(7, 7)}),
+        "flat.safetensors": safetensors_bytes({**good, "fc.weight": torch.tensor(1.0)}),
+        "empty.safetensors": safetensors_bytes({}),
+        "long.safetensors": header({}, size=2**63),
+        "longer.safetensors": header({}, size=10**8 + 1),
+        "huge.safetensors": header(shape, data=bytes(4)),
+        "overlap.safetensors": header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+                                       "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, data=bytes(4)),
+        "deep.safetensors": header(b"[" * 10**5),
+        "dtype.safetensors": header({"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}}, data=bytes(4)),
+        "text.pth": b"no checkpoint",
+        "empty.pth": b"",
+    }  # fmt: skip
+
+
+weights = st.tuples(
+    st.sampled_from(("good.safetensors", "good.pth")) | st.sampled_from(sorted(checkpoints())),
+    st.lists(
+        st.tuples(st.sampled_from(("cut", "set", "set")), st.integers(0, 10**6), st.binary(max_size=4)), max_size=2
+    ),
+)
+
+
+def _wounded_file(case: Any, contents: dict[str, bytes], folder: Path) -> Path:
+    name, wounds = case
+    whole = bytearray(contents[name])
+    for how, where, value in wounds:
+        at = where % (len(whole) + 1) if where % 2 else where % 512
+        whole[at : None if how == "cut" else at + len(value)] = value
+    path = folder / name
+    path.write_bytes(bytes(whole))
+    return path
+
+
+def read_checkpoint(case: Any, folder: Path) -> None:
+    try:
+        models.load("timm:test_resnet", checkpoint=_wounded_file(case, checkpoints(), folder))
+    finally:
+        assert not Payload.ran, "a checkpoint was executed"
+
+
+@cache
+def _states() -> tuple[come.Method, dict[str, bytes]]:
+    torch.manual_seed(0)
+    method = come.adapt(TinyClassifier(torch.nn.BatchNorm2d), "tent", lr=1e-2)
+    path = Path(tempfile.mkdtemp(prefix="come-fuzz-state-")) / "s.safetensors"
+    method.save(path)
+    good = path.read_bytes()
+    made: dict[str, bytes] = {
+        "good": good,
+        "long": header({}, size=2**63),
+        "pickle": pickle.dumps(Payload()),
+        "empty": b"",
+    }
+    tensors, about = load_safetensors(good), {"format": "come-state-1", "method": "tent"}
+    for name in sorted(tensors):
+        for kind, value in {
+            "gone": None,
+            "flat": torch.tensor(0.5),
+            "wide": torch.zeros(5, 5),
+            "nan": torch.full_like(tensors[name].float(), float("nan")),
+            "complex": torch.zeros(tensors[name].shape, dtype=torch.complex64),
+            "none": torch.zeros(0),
+        }.items():
+            other = {**tensors, name: value} if value is not None else {k: v for k, v in tensors.items() if k != name}
+            made[f"{name} {kind}"] = safetensors_bytes(other, metadata=about)
+    made["more"] = safetensors_bytes({**tensors, "state.": torch.zeros(1), "x": torch.zeros(1)}, metadata=about)
+    made["unknown memory"] = safetensors_bytes({**tensors, "state.new": torch.zeros(1)}, metadata=about)
+    return method, made
+
+
+states = st.deferred(
+    lambda: st.tuples(
+        st.just("good") | st.sampled_from(sorted(_states()[1])),
+        st.lists(
+            st.tuples(st.sampled_from(("cut", "set", "set")), st.integers(0, 10**4), st.binary(max_size=4)), max_size=2
+        ),
+    )
+)
+
+
+def read_state(case: Any, folder: Path) -> None:
+    method, contents = _states()
+    method.load(_wounded_file(case, contents, folder))
+    method.step(torch.zeros(2, *come.testing.batches(1)[0].shape[1:]))
+
+
+# ---- running them ----
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads files, and the files for it."""
+
+    name: str
+    cases: st.SearchStrategy[Any]
+    read: Callable[[Any, Path], None]
+    weight: float = 1.0
+    """How many cases it gets, relative to the others."""
+
+    def __call__(self, case: Any) -> str:
+        """Accepted or refused; whatever else happens is raised."""
+        before = Path.cwd()
+        with tempfile.TemporaryDirectory(prefix="come-fuzz-") as folder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "left out:")  # what a damaged record is told by
+            try:
+                self.read(case, Path(folder))
+            except come.ComeError as error:
+                if not str(error).strip():
+                    raise AssertionError("an error without a word") from error
+                return "refused"
+            finally:
+                os.chdir(before)
+        return "accepted"
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("config", configs, read_config, 2),
+        Target("manifest", manifests, read_manifest, 2),
+        Target("records", damages, read_records),
+        Target("report", damages, report),
+        Target("report page", damages, report_page, 0.05),
+        Target("compare", damages, compare),
+        Target("images", folders, read_images, 2),
+        Target("cifar-c", cifars, read_cifar, 1),
+        Target("specification", specs, open_spec),
+        Target("checkpoint", weights, read_checkpoint, 0.5),
+        Target("saved state", states, read_state, 0.5),
+    )
+}
+
+
+@dataclass
+class Tally:
+    """What came back from one target."""
+
+    found: Counter[str] = field(default_factory=Counter)
+    crashes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def fuzz(target: Target, cases: int, seed: int, until: float) -> Tally:
+    """Run that many cases, or as many as there is time for."""
+    tally = Tally()
+    began = time.monotonic()
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(target.cases)
+    def one(case: Any) -> None:
+        if time.monotonic() > until:
+            return
+        try:
+            tally.found[target(case)] += 1
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)
+            ours = [f for f in where if "/come/" in f.filename]
+            place = f"{'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno}" if ours else "fuzz_files.py"
+            what = f"{type(error).__name__} at {place}: {str(error).splitlines()[0][:90] if str(error) else ''}"
+            tally.found["else"] += 1
+            kind = f"{type(error).__name__} at {place}"
+            tally.crashes[kind] += 1
+            tally.examples.setdefault(kind, (what, repr(case)[:300]))
+
+    one()
+    tally.seconds = time.monotonic() - began
+    return tally
+
+
+def main() -> int:
+    """Parse the command line, fuzz, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=10_000, help="over all targets")
+    parser.add_argument("--seconds", type=float, default=900, help="stop after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="targets with commas between")
+    parser.add_argument("--show", action="store_true", help="print a case for each kind of crash")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    random.seed(args.seed)
+    chosen = [TARGETS[name.strip()] for name in args.only.split(",")] if args.only else list(TARGETS.values())
+    share = args.cases / sum(target.weight for target in chosen)
+    print(f"come {come.__version__} from {Path(come.__file__).parent}")
+    print(f"{'target':14} {'cases':>7} {'accepted':>9} {'refused':>8} {'else':>6} {'seconds':>8}")
+    until = time.monotonic() + args.seconds
+    total, crashes = Counter[str](), []
+    for target in chosen:
+        tally = fuzz(target, max(1, -int(-target.weight * share // 1)), args.seed, until)
+        found = tally.found
+        total += found
+        print(
+            f"{target.name:14} {found.total():7} {found['accepted']:9} {found['refused']:8} {found['else']:6} "
+            f"{tally.seconds:8.1f}",
+            flush=True,
+        )
+        crashes += [(target.name, kind, count, *tally.examples[kind]) for kind, count in tally.crashes.most_common()]
+    print(f"{'all':14} {total.total():7} {total['accepted']:9} {total['refused']:8} {total['else']:6}")
+    for name, _, count, what, case in crashes:
+        print(f"  {name}: {count} x {what}" + (f"\n    {case}" if args.show else ""))
+    return 1 if total["else"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
