@@ -652,7 +652,8 @@ def read_cifar(case: Any, folder: Path) -> None:
 SPECS = (
     "", ":", "folder", "folder:", "folder:../x", "folder:..", "folder:/etc/passwd", "folder:/dev/null", "folder:\0",
     "folder:a\0b", "folder:" + "x" * 300, "folder:" + "x/" * 5000, "folder:~nobody-here", "folder:\ud800", "folder:\n",
-    "glyphs:-1", "glyphs:0", "glyphs:99999999999", "glyphs:²", "glyphs:٣", "glyphs:1.5", "glyphs:" + "9" * 5000, "glyphs: 5", "glyphs:+5",
+    "glyphs:-1", "glyphs:0", "glyphs:99999999999", "glyphs:²", "glyphs:٣", "glyphs:1.5", "glyphs:" + "9" * 5000,
+    "glyphs: 5", "glyphs:+5",
     "glyphs:100", "glyph-outliers:", "glyph-outliers:up", "torchvision:", "torchvision:..", "torchvision:CIFAR10:\0",
     "torchvision:CIFAR10:/etc", "torchvision:CIFAR10:" + "x" * 300, "torchvision:MNIST:..",
     "torchvision:ImageFolder:..", "torchvision:LSUN:.",

@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py [METHOD ...]
 
-What is counted are the bytes of all tensors that are alive at the same time, weights included, seen at
-every operation: exact, the same on every machine, and without what a device adds (kernel workspaces, a caching allocator). The model is a ViT-B/16
-with random weights at 224 x 224, as in the paper's table. A step of 64 images is too slow for a CPU, so two small batches are
-measured and continued to 64 in a straight line; `chunk` grows with the batch, so that four views or candidates go at once as they
-do at 64. Paper: RTX 4090, batch 64, its table of time and memory.
+What is counted are the bytes of all tensors that are alive at the same time, weights included, seen at every operation:
+exact, the same on every machine, and without what a device adds (kernel workspaces, a caching allocator). The model is a
+ViT-B/16 with random weights at 224 x 224, as in the paper's table. A step of 64 images is too slow for a CPU, so two small
+batches are measured and continued to 64 in a straight line; `chunk` grows with the batch, so that four views or candidates go
+at once as they do at 64. Paper: RTX 4090, batch 64, its table of time and memory.
 """
 
 from __future__ import annotations

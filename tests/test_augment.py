@@ -238,7 +238,7 @@ def test_moves_by_what_it_says():
         made = augment._move(image.expand(1, 1, height, width), change)[0, 0]
         angle = math.radians(15 * turn)
         rotation = torch.tensor([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
-        there = (1 + 0.1 * scale) * rotation @ place + torch.tensor([right * width / 16, down * height / 16])
+        there = (1 + 0.1 * scale) * rotation @ place + torch.tensor([right * width / 8, down * height / 8])
         found = torch.stack([(made * x).sum(), (made * y).sum()]) / made.sum()
         torch.testing.assert_close(found, there, atol=0.1, rtol=0)
 

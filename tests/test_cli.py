@@ -12,8 +12,8 @@ from PIL import Image
 
 import come
 from come import cli
-from come.cli import lists
 from come.bench.store import Record
+from come.cli import lists
 from come.report import results_table, to_markdown, to_rich
 
 

@@ -21,8 +21,9 @@ def run(code):
 
 def test_public_names():
     assert come.__all__ == [
-        "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Guard", "InputError", "Method", "ModelError", "Objective", "Opinion", "Softmax",
-        "StateError", "Step", "__version__", "adapt", "methods", "objectives", "optim", "select", "theory",
+        "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Guard", "InputError", "Method", "ModelError",
+        "Objective", "Opinion", "Softmax", "StateError", "Step", "__version__", "adapt", "methods", "objectives", "optim",
+        "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
     assert come.__version__ == version("come-tta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -82,7 +83,7 @@ def test_imbalanced_is_sorted_by_class():
     for episode in streams("imbalanced"):
         labels = [LABELS[i] for i in episode.stream.order]
         assert sorted(episode.stream.order) == list(range(40))
-        assert sum(a != b for a, b in zip(labels, labels[1:], strict=False)) == 3
+        assert sum(a != b for a, b in itertools.pairwise(labels)) == 3
         assert episode.reset
 
 
@@ -214,7 +215,8 @@ def test_variants_of_a_method_and_of_an_objective(tmp_path):
     )
     records = run(plan, tmp_path / "run")
     assert [(r.cell["method"], r.cell["objective"]) for r in records] == [
-        ("tent", "em"), ("tent", "come:freeze_norm=false"), ("tent:keep=0.5", "em"), ("tent:keep=0.5", "come:freeze_norm=false"),
+        ("tent", "em"), ("tent", "come:freeze_norm=false"),
+        ("tent:keep=0.5", "em"), ("tent:keep=0.5", "come:freeze_norm=false"),
     ]  # fmt: skip
     assert records[2].cell["hyper"] == {"keep": 0.5}
     assert records[2].result["metrics"]["contrast"]["used"] == 0.5

@@ -315,7 +315,7 @@ def get(objective: str | Objective) -> Objective:
     Example:
         >>> get("em")
         Softmax(freeze_norm=False, p=2.0, tau=1.0)
-        >>> get("come:freeze_norm=false:tau=2")
+        >>> get("come:freeze_norm=false:tau=2.0")
         Opinion(freeze_norm=False, p=2.0, tau=2.0, evidence='exp', eps=0.0)
     """
     if isinstance(objective, Objective):

@@ -63,7 +63,7 @@ class Cell:
 
         Example:
             >>> Cell("m", "d", 10, "standard", ("fog",), 5, "tent", "em").key
-            '912fd7623d8a89b0'
+            '1062b48669a629f3'
         """
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -15,7 +20,7 @@ from come.report import results_table, to_rich
 
 def run_watched(console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False) -> list[Record]:
     """Run a plan before the user's eyes, and say at the end what could not be run, and why."""
-    with Watch(console, bench.cells) as watch:
+    with Watch(console, bench.cells) as watch, watch.heeding_ctrl_c():
         records = bench.run(folder, watch, fresh=fresh)
     for method, reason in {cell.method: reason for cell, reason in bench.refused.values()}.items():
         console.print(f"[bold]{escape(method)} was left out:[/] {escape(reason)}", soft_wrap=True)
@@ -28,6 +33,7 @@ class Watch(Progress):
     def __init__(self, console: Console, cells: list[Cell]) -> None:
         self.console, self.cells = console, cells
         self.records: list[Record] = []
+        self.interrupted = False
         self.bar = Bar(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
         )
@@ -48,6 +54,20 @@ class Watch(Progress):
         pieces = to_rich(results_table(self.records), self.console.width) if self.records else []
         return Group(*pieces[-1:], self.bar)  # the averages, with as many corruptions as fit beside them
 
+    @contextmanager
+    def heeding_ctrl_c(self) -> Iterator[None]:
+        """Within the block no Ctrl-C is lost: one that Python drops in a finaliser is raised again at the next batch."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def start(self, cell: Cell, samples: int) -> None:
         """Show what runs now."""
         name = f"{cell.method} + {cell.objective}, {', '.join(cell.corruptions)}, seed {cell.seed}"
@@ -55,6 +75,8 @@ class Watch(Progress):
 
     def advance(self, samples: int) -> None:
         """Move the bar."""
+        if self.interrupted:
+            raise KeyboardInterrupt
         self.bar.advance(self.one, samples)
 
     def refuse(self, cell: Cell, reason: str) -> None:
