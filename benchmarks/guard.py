@@ -67,12 +67,12 @@ def collapse() -> None:
                 print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
-def alarms(size: int, seeds: int) -> None:
+def alarms(size: int, seeds: int, pairs: str) -> None:
     """Count what the guard does on healthy streams at the paper's learning rate."""
     world = World(size)
     print("| method | objective | streams | asked the source | recovered | same numbers as without |")
     print("|---|---|---:|---:|---:|---:|")
-    for method, objective in (("tent", "come"), ("tent", "em"), ("sar", "come")):
+    for method, objective in (pair.split("+") for pair in pairs.split(",")):
         counts = {"streams": 0, "suspicious": 0, "recovered": 0, "same": 0}
         for corruption in corruptions.names("standard"):
             for severity in range(1, 6):
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("what", choices=("collapse", "alarms", "cost"))
     parser.add_argument("--size", type=int, default=1920)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--pairs", default="tent+come,tent+em,sar+come", help="of alarms")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,7 +125,7 @@ def main() -> None:
     if options.what == "collapse":
         collapse()
     elif options.what == "alarms":
-        alarms(options.size, options.seeds)
+        alarms(options.size, options.seeds, options.pairs)
     else:
         cost(options.rounds)
 

@@ -7,9 +7,9 @@ Around each step, on the device and without waiting for it:
     signals   share of the most predicted class, entropy, u, logit norm, distance from the source weights
 
 The signals of the first batches give a band for each. A step outside of its band is suspicious; after `patience` of them in a
-row the source model is asked about the same samples, and only if the adapted model spreads its predictions over less than half
-as many classes as the source does (by the perplexity of the mean prediction), it has collapsed. So the judge is the source
-model on the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
+row the source model is asked about the same samples, and only if the adapted model spreads its predictions over less than 0.6
+times as many classes as the source does (by the perplexity of the mean prediction), it has collapsed. So the judge is the
+source model on the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
 LOW, HIGH = {"entropy", "uncertainty"}, {"share", "norm", "distance"}  # on which side of the band a collapse lies
 ABSURD = 100.0
 """A sample is absurd if its largest entry is this many times the largest that was usual so far."""
-HALF = 0.5
+FEWER = 0.6
 """Collapsed: less than this share of the source's perplexity."""
+QUIET = 15
+"""Batches after a healthy answer before the source is asked again."""
 
 
 class Event(NamedTuple):
@@ -125,6 +127,7 @@ class Guard:
         self._healthy: list[Tensor] | None = None
         self._healthy_since = 0
         self._last_recovery = -math.inf
+        self._quiet_until = 0
 
     # ---- before a step ----
 
@@ -207,7 +210,7 @@ class Guard:
             return
         outside = self._outside(signals)
         self._suspicious = self._suspicious + 1 if outside else 0
-        if self._suspicious >= self.patience and self._asking is None:
+        if self._suspicious >= self.patience and self._asking is None and self.steps >= self._quiet_until:
             self._emit("suspicious", number, {name: self.latest[name] for name in outside})
             self._asking = _Asking()
         if not outside and self._asking is None and self.steps - self._healthy_since >= self.healthy_every:
@@ -239,10 +242,9 @@ class Guard:
         mine, theirs = asking.perplexities()
         self._asking, self._suspicious = None, 0
         details: dict[str, float | str] = {"perplexity": mine, "of_source": theirs, "samples": float(asking.samples)}
-        if mine >= HALF * theirs:
-            # It is the data that changed: what was seen becomes part of what is usual.
+        if mine >= FEWER * theirs:  # it is the data that changed; a collapse may still be on its way
             self._emit("healthy", self.steps, details)
-            self._pool = [*self._pool[-(2 * self.warmup) :], *[tuple(self.latest.values())] * self.patience]
+            self._quiet_until = self.steps + QUIET
             return
         self._emit("collapse", self.steps, details)
         self._act(method)
@@ -250,7 +252,7 @@ class Guard:
     def _act(self, method: Method) -> None:
         if self.policy == "raise":
             raise CollapseError(
-                f"{method.name} has collapsed at step {self.steps}: it predicts fewer than half as many classes as its source "
+                f"{method.name} has collapsed at step {self.steps}: it predicts far fewer classes than its source "
                 "model; reset() it, lower lr, or use objective='come' or Guard(policy='recover')"
             )
         if self.policy == "warn":

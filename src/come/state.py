@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialised
 from torch import Tensor
 
 from come.errors import StateError
@@ -119,7 +119,7 @@ def save(method: Method, path: str | os.PathLike[str]) -> None:
                 f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable"
             ) from error
         about = {"format": FORMAT, "version": str(VERSION), "method": method.name, "sha256": _digest(tensors)}
-        save_file(tensors, beside, metadata=about)
+        beside.write_bytes(serialised(tensors, metadata=about))  # save_file writes to a name of its own first
 
 
 def load(method: Method, path: str | os.PathLike[str]) -> None:

@@ -144,6 +144,7 @@ class Bench:
                 if not mine:
                     return False
                 record = None if fresh else folder.record(cell)  # another process may have finished it just now
+                resumed = record is not None
                 try:
                     record = record or self._run(cell, folder, progress)
                 except UnfitError as error:

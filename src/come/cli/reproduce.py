@@ -15,7 +15,7 @@ from come import paper
 from come.bench import Bench, RunFolder
 from come.bench.plan import Plan
 from come.cli.watch import run_watched
-from come.errors import ConfigError
+from come.errors import ConfigError, StateError
 from come.files import replacing
 from come.report import results_table, to_rich, write_figures, write_html, write_report
 from come.reproduce import EXPERIMENTS, Comparison, Experiment, comparable, get
@@ -72,13 +72,22 @@ def reproduce(
     write_report(records, folder.path / "report.md", command)
     write_html(folder, records, folder.path / "report.html", command)
     if comparisons:
-        with replacing(folder.path / "paper.md") as beside:
-            beside.write_text(_markdown(comparisons, plan, experiment))
+        _write(folder.path / "paper.md", _markdown(comparisons, plan, experiment))
         console.print(f"[dim]paper and measured[/] {escape(str(folder.path / 'paper.md'))}", soft_wrap=True)
     if not experiment.tables:
         for path in write_figures(folder, records, folder.path / "figures", "pdf"):
             console.print(f"[dim]figure[/] {escape(str(path))}", soft_wrap=True)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with replacing(path) as beside:
+            beside.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StateError(
+            f"cannot write {path}: {error.strerror}; make room, or choose another folder with --out"
+        ) from error
 
 
 def _listing() -> RichTable:

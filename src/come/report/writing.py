@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from come.bench.store import Record
+from come.errors import StateError
 from come.files import replacing
 from come.report.tables import results_table, to_markdown
 
@@ -53,5 +54,10 @@ def write_report(records: Sequence[Record], path: Path, command: Sequence[str] =
         "",
         "Rows of every sample and the record of every cell are in `cells/`, the manifests of the streams in `streams/`.",
     ]
-    with replacing(path) as beside:
-        beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    try:
+        with replacing(path) as beside:
+            beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StateError(
+            f"cannot write the report {path}: {error.strerror}; make room, or choose another place"
+        ) from error
