@@ -9,6 +9,7 @@ must be 0; the exit code says so. The strategies are also those of `tests/test_f
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import json
@@ -259,10 +260,17 @@ def read_manifest(case: bytes, folder: Path) -> None:
 # ---- run folders ----
 
 
+def _kept_folder() -> Path:
+    """A folder for as long as this process lives."""
+    path = Path(tempfile.mkdtemp(prefix="come-fuzz-kept-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 @cache
 def finished_run() -> Path:
     """A small run, to be wounded; made once."""
-    path = Path(tempfile.mkdtemp(prefix="come-fuzz-run-"))
+    path = _kept_folder()
     run_plan(Plan(data="glyphs:100", methods=("source", "tent"), corruptions=("fog",), limit=16), path)
     return path
 
@@ -323,6 +331,8 @@ def _other_rows(rows: dict[str, torch.Tensor], place: int) -> dict[str, torch.Te
         return {"label": torch.zeros(3)}
     name = sorted(rows)[place % len(rows)]
     column = rows.pop(name)
+    if column.is_complex() or column.ndim != 1:  # wounded before
+        return rows
     other = (
         None, column[:3], column[:, None], column.to(torch.complex64), column.double() * float("nan"), column.bool(),
         column.double() + 1e30, torch.tensor(1.0), -column.long(), column.to(torch.float8_e4m3fn),
@@ -614,12 +624,18 @@ class Marker:
 
 
 @cache
+def _unpickled() -> Path:
+    """What a marker in an array would make."""
+    return _kept_folder() / "unpickled"
+
+
+@cache
 def arrays() -> dict[str, bytes]:
     """Arrays that are right for one of the two files, or for none."""
     zipped = io.BytesIO()
     np.savez(zipped, a=np.zeros(3))
     objects = np.empty(10, dtype=object)
-    objects[:] = [Marker(Path(tempfile.gettempdir()) / "come-fuzz-unpickled")] * 10
+    objects[:] = [Marker(_unpickled())] * 10
     return {
         "labels": _array(np.arange(10) % 5),
         "images": _array(np.zeros((10, 8, 8, 3), dtype=np.uint8)),
@@ -672,6 +688,7 @@ def read_cifar(case: Any, folder: Path) -> None:
     assert loaded.images.ndim == 4
     assert loaded.images.dtype == torch.uint8
     assert 0 <= int(loaded.labels[0]) < 10
+    assert not _unpickled().exists(), "an array was executed"
 
 
 # ---- specifications on the command line ----
@@ -742,7 +759,7 @@ def _weights() -> dict[str, torch.Tensor]:
 
 @cache
 def _weights_file() -> Path:
-    path = Path(tempfile.mkdtemp(prefix="come-fuzz-weights-")) / "w.safetensors"
+    path = _kept_folder() / "w.safetensors"
     path.write_bytes(safetensors_bytes(_weights()))
     return path
 
@@ -840,7 +857,7 @@ def read_checkpoint(case: Any, folder: Path) -> None:
 def _states() -> tuple[come.Method, dict[str, bytes]]:
     torch.manual_seed(0)
     method = come.adapt(TinyClassifier(torch.nn.BatchNorm2d), "tent", lr=1e-2)
-    path = Path(tempfile.mkdtemp(prefix="come-fuzz-state-")) / "s.safetensors"
+    path = _kept_folder() / "s.safetensors"
     method.save(path)
     good = path.read_bytes()
     made: dict[str, bytes] = {

@@ -7,9 +7,10 @@ Around each step, on the device and without waiting for it:
     signals   share of the most predicted class, entropy, u, logit norm, distance from the source weights
 
 The signals of the first batches give a band for each. A step outside of its band is suspicious; after `patience` of them in a
-row the source model is asked about the same samples, and only if the adapted model spreads its predictions over less than 0.6
-times as many classes as the source does (by the perplexity of the mean prediction), it has collapsed. So the judge is the
-source model on the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
+row, and now and then anyway, the source model is asked about the same samples. The adapted model has collapsed if it spreads
+its predictions over less than 0.6 times as many classes as the source (by the perplexity of the mean prediction), and it is
+lost if it contradicts the source on too many of the samples that the source is surer of. So the judge is the source model on
+the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ ABSURD = 100.0
 """A sample is absurd if its largest entry is this many times the largest that was usual so far."""
 FEWER = 0.6
 """Collapsed: less than this share of the source's perplexity."""
+LOST = 0.65
+"""Lost: agrees with the source on less than this share of the samples that the source is surer of."""
+CHECKS = (10, 25, 50)
+"""Steps after the start or a recovery at which the source is asked anyway; then every 50."""
 QUIET = 15
 """Batches after a healthy answer before the source is asked again."""
 
@@ -126,7 +131,7 @@ class Guard:
         self._asking: _Asking | None = None
         self._healthy: list[Tensor] | None = None
         self._healthy_since = 0
-        self._last_recovery = -math.inf
+        self._last_recovery = -1_000_000
         self._quiet_until = 0
 
     # ---- before a step ----
@@ -213,6 +218,9 @@ class Guard:
         if self._suspicious >= self.patience and self._asking is None and self.steps >= self._quiet_until:
             self._emit("suspicious", number, {name: self.latest[name] for name in outside})
             self._asking = _Asking()
+        since = self.steps - max(0, self._last_recovery)
+        if self._asking is None and (since in CHECKS or since % CHECKS[-1] == 0):
+            self._asking = _Asking()
         if not outside and self._asking is None and self.steps - self._healthy_since >= self.healthy_every:
             self._healthy = [p.detach().clone() for p in method.parameters.values()]
             self._healthy_since = self.steps
@@ -240,9 +248,10 @@ class Guard:
         if asking.samples < self.samples:
             return
         mine, theirs = asking.perplexities()
+        agreement = asking.agreement()
         self._asking, self._suspicious = None, 0
-        details: dict[str, float | str] = {"perplexity": mine, "of_source": theirs, "samples": float(asking.samples)}
-        if mine >= FEWER * theirs:  # it is the data that changed; a collapse may still be on its way
+        details: dict[str, float | str] = {"perplexity": mine, "of_source": theirs, "agreement": agreement}
+        if mine >= FEWER * theirs and agreement >= LOST:  # if suspicious, it is the data that changed
             self._emit("healthy", self.steps, details)
             self._quiet_until = self.steps + QUIET
             return
@@ -346,11 +355,21 @@ class _Asking:
     def __init__(self) -> None:
         self.samples = 0
         self.sums: list[Tensor] = []
+        self.sure: list[Tensor] = []
+        self.agree: list[Tensor] = []
 
     def add(self, mine: Tensor, theirs: Tensor, usable: Tensor) -> None:
         new = [torch.where(usable[:, None], p, 0).double().sum(dim=0) for p in (mine, theirs)]
         self.sums = [a + b for a, b in zip(self.sums, new, strict=True)] if self.sums else new
         self.samples += int(usable.sum())
+        sure, label = theirs[usable].max(dim=1)
+        self.sure.append(sure)
+        self.agree.append(mine[usable].argmax(dim=1) == label)
+
+    def agreement(self) -> float:
+        """On the half of the samples that the source is surer of."""
+        order = torch.cat(self.sure).argsort(descending=True)
+        return float(torch.cat(self.agree)[order[: max(1, len(order) // 2)]].double().mean())
 
     def perplexities(self) -> tuple[float, float]:
         """exp of the entropy of the mean prediction: over how many classes it is spread."""
