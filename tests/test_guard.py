@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 import multiprocessing
@@ -363,6 +364,27 @@ def test_damage_of_a_state_is_found(tmp_path):
     assert all(torch.equal(before[k], after[k]) for k in before)
     path.write_bytes(whole)
     adapter.load(path)
+
+
+# ---- long streams ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_grows(method, build):
+    """The short version of benchmarks/soak.py."""
+    adapter = build(build.model(method)(NORMS["batch"]), method, lr=1e-4)
+    data = batches(10, size=8)
+    data[3][0] = math.nan
+
+    def objects(steps):
+        for number in range(steps):
+            adapter(data[number % 10])
+        gc.collect()
+        return len(gc.get_objects()), sum(v.numel() for v in adapter.state_dict().values())
+
+    warm, end = objects(30), objects(90)
+    assert end[0] - warm[0] < 100
+    assert end[1] == warm[1]
 
 
 # ---- concurrency ----

@@ -147,6 +147,8 @@ def run_cell(
                 raise UnfitError(str(error)) from error
             parts.append(_rows(method, step, batch, number))
             on_batch(len(batch.labels))
+    if not parts:
+        raise InputError(f"not one image of {source.name} could be read; {account.bad} were skipped: mend the data")
     rows = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]} if parts else {}
     memory = _peak_megabytes(device)
     return rows, {

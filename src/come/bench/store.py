@@ -31,6 +31,7 @@ from safetensors.torch import load, save
 
 from come import corruptions
 from come.bench.cell import Cell, Rows, domain_metrics
+from come.bench.parts import check_parts
 from come.data.streams import Stream
 from come.errors import ComeError, StateError
 from come.files import replacing, settle
@@ -240,14 +241,16 @@ def _read(path: Path) -> tuple[Record, Rows]:
         data = beside.read_bytes()
         if record.rows not in (None, _sums(data)):
             raise StateError(f"{beside} is not as it was written: its size or checksum is another; {AGAIN}")
-        return record, load(data)
+        rows = load(data)
+        check_parts(record, rows)
+        return record, rows
     except OSError as error:
         raise StateError(f"cannot read {error.filename}: {error.strerror}; {AGAIN}") from error
     except SafetensorError as error:
         raise StateError(f"{beside} does not hold rows: {error}; {AGAIN}") from error
     except StateError:
         raise
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StateError(f"{path} is not a record: {error}; {AGAIN}") from error
 
 

@@ -39,5 +39,6 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # a name may hold what moves the cursor
+    print(f"error: {shown}", file=sys.stderr)
     sys.exit(code)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from come.corruptions import corrupt
 from come.data.sources import Loaded, Source
 from come.data.streams import OUTLIER, Stream
+from come.errors import ComeError
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Account:
     waited: float = 0.0
 
 
-class _Chunks(Dataset[tuple[Loaded, Tensor]]):
+class _Chunks(Dataset["tuple[Loaded, Tensor] | ComeError"]):
     """The stream cut into batches; a worker loads a whole one, in the order of the stream, and says of what kind each is."""
 
     def __init__(self, source: Source, stream: Stream, batch_size: int, outliers: Source | None) -> None:
@@ -46,7 +47,13 @@ class _Chunks(Dataset[tuple[Loaded, Tensor]]):
     def __len__(self) -> int:
         return -(-len(self.stream) // self.batch_size)
 
-    def __getitem__(self, i: int) -> tuple[Loaded, Tensor]:
+    def __getitem__(self, i: int) -> tuple[Loaded, Tensor] | ComeError:
+        try:
+            return self._chunk(i)
+        except ComeError as error:  # raised by whoever gets it: a worker would put its whole traceback into the message
+            return error
+
+    def _chunk(self, i: int) -> tuple[Loaded, Tensor]:
         stream = self.stream
         places = range(i * self.batch_size, min((i + 1) * self.batch_size, len(stream)))
         parts: list[Loaded] = []
@@ -109,7 +116,10 @@ def batches(
         pin_memory=device.type == "cuda",
     )
     since = time.perf_counter()
-    for loaded, kinds in loader:
+    for chunk in loader:
+        if isinstance(chunk, ComeError):
+            raise chunk
+        loaded, kinds = chunk
         account.waited += time.perf_counter() - since
         account.bad += loaded.bad
         if len(loaded.labels):
