@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from os import PathLike
@@ -282,9 +282,7 @@ class Method(ABC):
     def _bearable(self, gradient: list[Tensor]) -> Tensor:
         """Whether a step along the gradient leaves finite weights, on the device: no NaN in it, nothing near an overflow."""
         params = [p.detach() for p in self.parameters.values()]
-        slope, size = (
-            torch.stack([m.double() for m in torch._foreach_norm(part, math.inf)]) for part in (gradient, params)
-        )
+        slope, size = (together(torch._foreach_norm(part, math.inf)) for part in (gradient, params))
         room = _room(tuple(p.dtype for p in params), slope.device)
         return ((slope < LARGEST_GRADIENT) & ((slope + 1) * self._lr < room) & (size < room)).all()  # false for NaN
 
@@ -521,6 +519,13 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
     """
     mask = used.view(-1, *[1] * (values.ndim - 1))
     return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
+
+
+def together(values: Sequence[Tensor]) -> Tensor:
+    """0-d tensors of any floating types as one vector in float64."""
+    if len({value.dtype for value in values}) == 1:
+        return torch.stack(list(values)).double()
+    return torch.stack([value.double() for value in values])
 
 
 @lru_cache(maxsize=64)  # to copy numbers to a GPU is to wait for it: once is enough

@@ -68,8 +68,10 @@ class adam:  # noqa: N801
 
     def __call__(self, params: Sequence[nn.Parameter], lr: float) -> Optimizer:
         """Build the optimiser."""
+        # In float16 the usual 1e-8 is 0, and small squares are too: 0 / 0.
+        eps = 1e-4 if any(p.dtype == torch.float16 for p in params) else 1e-8
         return torch.optim.AdamW(
-            list(params), lr=lr, betas=self.betas, weight_decay=self.weight_decay, fused=_fused(params)
+            list(params), lr=lr, betas=self.betas, eps=eps, weight_decay=self.weight_decay, fused=_fused(params)
         )
 
 
