@@ -441,8 +441,8 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(come.state, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr(type(path), "write_bytes", full)
+    with pytest.raises(come.StateError, match="No space"):
         method.save(path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["state"]

@@ -64,6 +64,10 @@ def rows_of(right, *, size=200, seed=0, outliers=0, domains=1):
         "norm": 10 + confidence,
         "used": torch.rand(n, generator=draw) < 0.5,
         "domain": torch.arange(domains).repeat_interleave(size).to(torch.int16),
+        "index": torch.arange(n, dtype=torch.int32),
+        "kind": torch.zeros(n, dtype=torch.int16),
+        "finite": torch.ones(n, dtype=torch.bool),
+        **{name: k + confidence for k, name in enumerate(("msp", "energy", "nll", "brier"))},
     }
 
 
@@ -157,7 +161,7 @@ def test_a_metric_that_is_no_percentage_keeps_its_unit():
     assert {name for name, metric in METRICS.items() if not metric.percent} == {"nll", "brier"}
 
 
-@pytest.mark.parametrize("metric", ["nll", "accurcy"])
+@pytest.mark.parametrize("metric", ["fpr95", "accurcy"])
 def test_a_metric_that_is_not_there_is_refused(run, metric):
     with pytest.raises(InputError, match=f"no table of '{metric}': the records have accuracy, fpr"):
         results_table(run.records(), metric=metric)
@@ -335,17 +339,6 @@ def test_domains_without_a_reset_are_one_way(tmp_path):
     assert [piece.domain for piece in found.pieces] == ["fog", "snow", "frost"]
     assert [(way.name, way.borders) for way in found.ways] == [("fog to snow, 2 in a row", (200,)), ("frost", ())]
     assert found.ways[0].path["samples"][-1] == 400
-
-
-def test_a_cell_without_samples_is_left_out(tmp_path):
-    folder = RunFolder(tmp_path)
-    add(folder, "source", "em")
-    record = add(folder, "tent", "em")
-    empty = {"domains": ["fog"], "metrics": {}, "samples": 0}
-    cell = Cell(**{**record.cell, "corruptions": tuple(record.cell["corruptions"])})
-    folder.write(cell, {}, {**record.result, **empty}, record.surroundings)
-    write_html(folder, folder.records(), tmp_path / "r.html")
-    assert '<th scope="row">tent</th><td class="same">·</td>' in (tmp_path / "r.html").read_text()
 
 
 def test_rows_that_are_gone_are_an_error_that_names_them(tmp_path):

@@ -43,7 +43,9 @@ def write_run(path, pairs, domains, **more):
             rows = {
                 "label": label, "prediction": torch.where(right, label, 0), "confidence": confidence, "norm": 9 + confidence,
                 "entropy": 2 - confidence, "uncertainty": 1 - confidence, "used": right,
-                "domain": torch.zeros(256, dtype=torch.int16),
+                "domain": torch.zeros(256, dtype=torch.int16), "kind": torch.zeros(256, dtype=torch.int16),
+                "index": torch.arange(256), "finite": torch.ones(256, dtype=torch.bool),
+                **{name: k + confidence for k, name in enumerate(("msp", "energy", "nll", "brier"))},
             }  # fmt: skip
             cell = Cell(
                 **{"model": "vit", "data": "glyphs", **more}, size=256, setting="standard", corruptions=(domain,),

@@ -111,15 +111,15 @@ def save(method: Method, path: str | os.PathLike[str]) -> None:
     """Write the state of `method` to `path`: first beside it, then by rename, so that no half a file is ever there."""
     path = Path(path)
     tensors = {name: value.contiguous() for name, value in collect(method).items()}
-    with replacing(path) as beside:
-        try:
-            beside.touch()
-        except OSError as error:
-            raise StateError(
-                f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable"
-            ) from error
-        about = {"format": FORMAT, "version": str(VERSION), "method": method.name, "sha256": _digest(tensors)}
-        beside.write_bytes(serialised(tensors, metadata=about))  # save_file writes to a name of its own first
+    about = {"format": FORMAT, "version": str(VERSION), "method": method.name, "sha256": _digest(tensors)}
+    data = serialised(tensors, metadata=about)  # safetensors' own save_file writes to a name of its own first
+    try:
+        with replacing(path) as beside:
+            beside.write_bytes(data)
+    except OSError as error:
+        raise StateError(
+            f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
+        ) from error
 
 
 def load(method: Method, path: str | os.PathLike[str]) -> None:
