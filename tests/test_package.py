@@ -51,6 +51,7 @@ LAYERS = [
     ["batchnorm"],
     ["state", "guard"],
     ["method"],
+    ["teacher"],
     ["methods"],
     ["adapting", "testing"],
     ["data", "models"],

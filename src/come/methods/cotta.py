@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from come import teacher
 from come.augment import Augment, jitter
 from come.batchnorm import by_group, normalised_by
 from come.errors import require
@@ -98,7 +99,7 @@ class CoTTA(Method):
 
     def initial_state(self) -> dict[str, Tensor]:
         """The teacher, who begins as the source."""
-        return {f"teacher.{name}": value.clone() for name, value in self.source_values.items()}
+        return teacher.first(self)
 
     def adapt(self, x: Input) -> Step:
         """One step of the student towards the teacher's word, then teacher and memory of the source."""
@@ -110,22 +111,20 @@ class CoTTA(Method):
             target = self._target(x, generator)
         loss = self.objective.consistency(student, target, symmetric=True)
         self.descend(masked_mean(loss, self.valid), go=self.valid.any())
-        self._follow(generator)
+        teacher.follow(self, 1 - self.alpha)
+        self._restore(generator)
         return Step(target, loss, self.valid)
 
-    def _teacher(self) -> dict[str, Tensor]:
-        return {name: self.state[f"teacher.{name}"].to(p) for name, p in self.parameters.items()}
-
     def _target(self, x: Input, generator: torch.Generator) -> Tensor:
-        teacher = self._teacher()
+        weights = teacher.weights(self)
         if self.views:
             anchor = exact(self.forward(x, self.source_values))
             # Whether 32 forwards are needed has to be known here, so this waits for the device.
             if not bool(anchor.softmax(dim=1).amax(dim=1).mean() >= self.confident):
-                return self._over_views(x, teacher, generator)
-        return self.forward(x, teacher)
+                return self._over_views(x, weights, generator)
+        return self.forward(x, weights)
 
-    def _over_views(self, x: Input, teacher: dict[str, Tensor], generator: torch.Generator) -> Tensor:
+    def _over_views(self, x: Input, weights: dict[str, Tensor], generator: torch.Generator) -> Tensor:
         """Mean of the teacher's logits over the views."""
         images = self.normalisation.images(image_of(x, "cotta's augmentation"))
         batch = len(images)
@@ -138,20 +137,18 @@ class CoTTA(Method):
             inputs = with_image(x, self.normalisation.inputs(views).flatten(0, 1))
             if count > 1:
                 with normalised_by(self.batch_norms, by_group(count)):
-                    logits = self.forward(inputs, teacher)
+                    logits = self.forward(inputs, weights)
             else:
-                logits = self.forward(inputs, teacher)
+                logits = self.forward(inputs, weights)
             part = torch.unflatten(logits, 0, (count, batch)).sum(dim=0)
             total = part if total is None else total + part
         assert total is not None
         return total / self.views
 
     @untracked()
-    def _follow(self, generator: torch.Generator) -> None:
-        """The teacher moves towards the student, and some of the student goes back to the source."""
-        moved = torch._foreach_lerp(list(self._teacher().values()), list(self.parameters.values()), 1 - self.alpha)
-        for (name, p), teacher in zip(self.parameters.items(), moved, strict=True):
-            self.state[f"teacher.{name}"] = teacher
+    def _restore(self, generator: torch.Generator) -> None:
+        """Some of the student goes back to the source."""
+        for name, p in self.parameters.items():
             if callable(self.restore):
                 mask = self.restore(name, p, self.count)
             elif self.restore:

@@ -25,18 +25,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from come import teacher
 from come.augment import Augment, jitter
 from come.batchnorm import mixed, normalised_by
 from come.errors import InputError, require
 from come.images import Normalisation
 from come.inputs import Input, image_of, with_image
-from come.method import Common, Method, Step, untracked
+from come.method import Common, Method, Step
 from come.objectives import Softmax
 from come.optim import adam
 
@@ -108,7 +110,7 @@ class RoTTA(Method):
 
     def initial_state(self) -> dict[str, Tensor]:
         """An empty memory, a teacher that is the source, BatchNorm's own statistics."""
-        state = {f"teacher.{name}": value.clone() for name, value in self.source_values.items()}
+        state = teacher.first(self)
         for who in ("student", "teacher"):
             for i, layer in self._tracked().items():
                 assert layer.running_mean is not None
@@ -134,7 +136,7 @@ class RoTTA(Method):
                 "memory holds one size: resize them, or reset() between sizes"
             )
         with torch.no_grad(), self._statistics("teacher", 0.0):
-            logits = self.forward(x, self._teacher())
+            logits = self.forward(x, teacher.weights(self))
         entropy = Softmax().entropy(logits)
         label, doubt = logits.argmax(dim=1).tolist(), (entropy.double() / math.log(logits.shape[1])).tolist()
         used = torch.zeros(len(images), dtype=torch.bool)
@@ -199,52 +201,31 @@ class RoTTA(Method):
         age = (self.state["ledger.age"][filled].float() / self.capacity).to(memory.device)
         view = self.augment(self.normalisation.images(memory)[None], self.generator())[0]
         with torch.no_grad(), self._statistics("teacher", self.alpha):
-            target = self.forward(_instead(x, memory), self._teacher())
+            target = self.forward(_instead(x, memory), teacher.weights(self))
         with self._statistics("student", self.alpha):
             student = self.forward(_instead(x, self.normalisation.inputs(view)))
         freshness = torch.sigmoid(-age)
         self.descend((freshness * self.objective.consistency(student, target)).mean())
-        with untracked():
-            moved = torch._foreach_lerp(list(self._teacher().values()), list(self.parameters.values()), self.nu)
-            self.state |= {f"teacher.{name}": value for name, value in zip(self.parameters, moved, strict=True)}
-
-    def _teacher(self) -> dict[str, Tensor]:
-        return {name: self.state[f"teacher.{name}"].to(p) for name, p in self.parameters.items()}
+        teacher.follow(self, self.nu)
 
     def _tracked(self) -> dict[int, nn.BatchNorm2d]:
         return {i: layer for i, layer in enumerate(self.batch_norms) if layer.running_mean is not None}
 
-    def _statistics(self, who: str, share: float) -> _Robust:
-        return _Robust(self, who, share)
-
-
-class _Robust:
-    """Within the block BatchNorm uses the robust statistics of student or teacher, moved by `share` and then kept."""
-
-    def __init__(self, method: RoTTA, who: str, share: float) -> None:
-        self.state, self.who, self.share = method.state, who, share
-        self.layers = method._tracked()
-
-    def __enter__(self) -> None:
-        old = [(self.state[f"{self.who}_mean.{i}"], self.state[f"{self.who}_var.{i}"]) for i in self.layers]
-        self.new = list(old)
-        self.context = normalised_by(list(self.layers.values()), mixed(old, self.share, correction=0, new=self.new))
-        self.context.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.context.__exit__(*error)  # type: ignore[arg-type]
-        if self.share and error[0] is None:
-            for i, (mean, var) in zip(self.layers, self.new, strict=True):
-                self.state[f"{self.who}_mean.{i}"], self.state[f"{self.who}_var.{i}"] = mean, var
+    @contextmanager
+    def _statistics(self, who: str, share: float) -> Iterator[None]:
+        """Within the block BatchNorm uses the robust statistics of student or teacher, moved by `share` and then kept."""
+        layers = self._tracked()
+        old = [(self.state[f"{who}_mean.{i}"], self.state[f"{who}_var.{i}"]) for i in layers]
+        new = list(old)
+        with normalised_by(list(layers.values()), mixed(old, share, correction=0, new=new)):
+            yield
+        for i, (mean, var) in zip(layers, new if share else old, strict=True):
+            self.state[f"{who}_mean.{i}"], self.state[f"{who}_var.{i}"] = mean, var
 
 
 def _instead(x: Input, images: Tensor) -> Input:
-    """A batch like `x` that consists of other images; what else is in it must not depend on the sample."""
-    return with_image(x, images) if isinstance(x, Tensor) else _only_images(x, images)
-
-
-def _only_images(x: Input, images: Tensor) -> Input:
-    values = list(x.values() if isinstance(x, dict) else x)
+    """A batch like `x` that consists of other images; other tensors beside them would belong to other samples."""
+    values = [] if isinstance(x, Tensor) else list(x.values() if isinstance(x, dict) else x)
     if sum(isinstance(value, Tensor) for value in values) > 1:
         raise InputError(
             "rotta remembers images only, but the batch holds other tensors beside them; pass images alone"
