@@ -1,112 +1,146 @@
 """What the guard does on `glyphs`, and what it costs.
 
     python benchmarks/guard.py collapse     streams on which methods collapse, guard off and on
-    python benchmarks/guard.py alarms       healthy streams: every corruption, severity and seed; any recovery is a false alarm
-    python benchmarks/guard.py cost         time of a step with the guard over the time without, alternating
+    python benchmarks/guard.py alarms       healthy streams, at the paper's learning rates: any recovery is a false alarm
+    python benchmarks/guard.py cost         time of a step with the guard over the time without, taking turns
 
-Learning rates above the paper's make a collapse come within 75 batches; at the paper's own it takes far longer on this data.
+The first two are grids of `come bench`, run by several processes on one folder. Learning rates above the paper's make a
+collapse come within 75 batches; at the paper's own it takes far longer on this data.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 import come
 from come import corruptions, models
-from come.data import Batch, Geometry, Stream, batches, open_source
+from come.bench import Bench, Plan, RunFolder
+from come.bench.store import Record
+from come.data import Geometry, Stream, batches, open_source
 
-SIZE = 4800
-
-
-class World:
-    """The embedded data and the ViT."""
-
-    def __init__(self, size: int) -> None:
-        self.model = models.load("glyphs-vit")
-        p = self.model.preprocess
-        self.name = f"glyphs:{size}"
-        self.source = open_source(self.name, Geometry(p.size, p.resize, p.interpolation))
-
-    def stream(self, corruption: str, severity: int = 5, seed: int = 0) -> Iterator[Batch]:
-        """All images, in batches of 64."""
-        order = Stream.shuffled(self.name, len(self.source), corruption=corruption, severity=severity, seed=seed)
-        return batches(self.source, order, self.model.preprocess, batch_size=64)
-
-    def run(self, data: list[Batch], method: str, objective: str, guard: come.Guard | bool, **more: float) -> float:
-        """Accuracy in percent."""
-        arguments = {"beta": 0.0} | more if method == "eata" else more
-        with come.adapt(self.model.module, method, objective, guard=guard, **arguments) as adapter:
-            right = [(adapter(b.images).argmax(dim=1) == b.labels).float().mean().item() for b in data]
-        return 100 * sum(right) / len(right)
+RATES = ("tent:lr=0.01", "tent:lr=0.03", "eata:lr=0.03", "sar:lr=0.1", "deyo:lr=0.01", "roid:lr=0.01")
+COLLAPSING = ("contrast", "fog", "glass_blur")
+ALL = ("tent", "eata", "sar", "deyo", "roid", "rdumb", "cotta", "rotta", "pl", "tea", "t3a", "foa", "memo")
 
 
-def collapse() -> None:
+def runner(plans: list[Plan], out: str, device: str) -> None:
+    """Work on the plans, together with whoever else does."""
+    torch.set_num_threads(1)
+    logging.disable()
+    for plan in plans:
+        Bench(plan, device=device).run(RunFolder(out))
+
+
+def records(plans: list[Plan], out: str, device: str, jobs: int) -> list[list[Record]]:
+    """The records of each plan, in its order."""
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        pool.starmap(runner, [(plans, out, device)] * jobs, chunksize=1)
+    return [Bench(plan).run(RunFolder(out)) for plan in plans]
+
+
+def accuracy(record: Record) -> float:
+    """In percent, mean over domains, which are of one size."""
+    return statistics.fmean(100 * metrics["accuracy"] for metrics in record.result["metrics"].values())
+
+
+def collapse(out: str, device: str, jobs: int) -> None:
     """A table: method, objective, guard off and on."""
-    world = World(SIZE)
-    print("| stream | method | lr | objective | source | guard off | guard on | collapses found | at batch |")
-    print("|---|---|---:|---|---:|---:|---:|---:|---:|")
-    for corruption in ("contrast", "fog"):
-        data = list(world.stream(corruption))
-        source = world.run(data, "source", "em", False)
-        for method, lr in (("tent", 0.01), ("tent", 0.03), ("eata", 0.03), ("sar", 0.1)):
+    off = Plan(methods=("source", *RATES), objectives=("em", "come"), corruptions=COLLAPSING, data="glyphs:4800")
+    plans = [off, replace(off, guard=True)]
+    found = {
+        (r.cell["method"], r.cell["objective"], r.cell["corruptions"][0], r.cell["guard"]): r
+        for part in records(plans, out, device, jobs)
+        for r in part
+    }
+    print("| stream | method | objective | source | guard off | guard on | collapses | found at batch |")
+    print("|---|---|---|---:|---:|---:|---:|---|")
+    for corruption in COLLAPSING:
+        source = accuracy(found["source", "em", corruption, False])
+        for method in RATES:
             for objective in ("em", "come"):
-                found: list[int] = []
-                guard = come.Guard(
-                    on_event=lambda e, found=found: found.append(e.step) if e.kind == "collapse" else None
+                bare, guarded = (found[method, objective, corruption, guard] for guard in (False, True))
+                where = [step for kind, step in guarded.result["events"] if kind == "collapse"]
+                row = (
+                    corruption,
+                    method,
+                    objective,
+                    *(f"{v:.1f}" for v in (source, accuracy(bare), accuracy(guarded))),
                 )
-                off = world.run(data, method, objective, False, lr=lr)
-                on = world.run(data, method, objective, guard, lr=lr)
-                where = ", ".join(map(str, found)) or "-"
-                row = (corruption, method, lr, objective, f"{source:.1f}", f"{off:.1f}", f"{on:.1f}", len(found), where)
-                print("| " + " | ".join(map(str, row)) + " |", flush=True)
+                print("| " + " | ".join((*row, str(len(where)), ", ".join(map(str, where)) or "-")) + " |")
 
 
-def alarms(size: int, seeds: int, pairs: str) -> None:
-    """Count what the guard does on healthy streams at the paper's learning rate."""
-    world = World(size)
-    print("| method | objective | streams | asked the source | recovered | same numbers as without |")
-    print("|---|---|---:|---:|---:|---:|")
-    for method, objective in (pair.split("+") for pair in pairs.split(",")):
-        counts = {"streams": 0, "suspicious": 0, "recovered": 0, "same": 0}
-        for corruption in corruptions.names("standard"):
-            for severity in range(1, 6):
-                for seed in range(seeds):
-                    data = list(world.stream(corruption, severity, seed))
-                    guard = come.Guard()
-                    with_guard = world.run(data, method, objective, guard)
-                    counts["streams"] += 1
-                    counts["suspicious"] += guard.counters.get("suspicious", 0)
-                    counts["recovered"] += guard.counters.get("recovered", 0)
-                    if severity == 5 and seed == 0:
-                        counts["same"] += with_guard == world.run(data, method, objective, False)
-        print(
-            f"| {method} | {objective} | "
-            + " | ".join(map(str, counts.values()))
-            + f" of {len(corruptions.names('standard'))} |",
-            flush=True,
-        )
+def alarms(out: str, device: str, jobs: int, size: int, seeds: int, methods: tuple[str, ...], model: str) -> None:
+    """Count what the guard does on healthy streams."""
+    shape: dict[str, object] = {"model": model, "data": f"glyphs:{size}", "objectives": ("em", "come")}
+    shape |= {"methods": methods, "seeds": tuple(range(seeds)), "corruptions": tuple(corruptions.names("standard"))}
+    plans = [Plan(**shape, severity=severity, guard=guard) for severity in range(1, 6) for guard in (False, True)]
+    plans += [
+        Plan(**shape, setting=setting, guard=guard)
+        for setting in ("lifelong", "mixed", "imbalanced")
+        for guard in (False, True)
+    ]
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    done = records(plans, out, device, jobs)
+    for without, with_guard in zip(done[::2], done[1::2], strict=True):
+        for bare, guarded in zip(without, with_guard, strict=True):
+            cell = guarded.cell
+            setting = cell["setting"] if cell["setting"] in ("standard", "imbalanced") else "lifelong, mixed"
+            count = counts.setdefault((cell["method"], cell["objective"]), Counter())
+            health = guarded.result["health"]
+            count["streams"] += 1
+            count["batches"] += guarded.result["samples"] // cell["batch_size"]
+            count["suspicious"] += int(health["suspicious"])
+            count[f"recovered {setting}"] += int(health["recovered"])
+            count["same"] += accuracy(bare) == accuracy(guarded)
+            count["worse"] += accuracy(guarded) < accuracy(bare) - 0.05
+            count["better"] += accuracy(guarded) > accuracy(bare) + 0.05
+    columns = (
+        "streams",
+        "batches",
+        "suspicious",
+        "recovered standard",
+        "recovered lifelong, mixed",
+        "recovered imbalanced",
+    )
+    print("| method | objective | " + " | ".join((*columns, "same numbers", "better", "worse")) + " |")
+    print("|---|---|" + "---:|" * (len(columns) + 3))
+    for (method, objective), count in counts.items():
+        values = [count[name] for name in (*columns, "same", "better", "worse")]
+        print(f"| {method} | {objective} | " + " | ".join(map(str, values)) + " |")
 
 
-def cost(rounds: int) -> None:
-    """Ratio of times, median over rounds, with and without taking turns."""
-    world = World(640)
-    data = list(world.stream("fog"))
+def cost(rounds: int, steps: int) -> None:
+    """Ratio of times, with and without taking turns; the checks at which the source is asked are among the steps."""
+    torch.set_num_threads(1)
+    model = models.load("glyphs-vit")
+    p = model.preprocess
+    source = open_source("glyphs:1280", Geometry(p.size, p.resize, p.interpolation))
+    stream = Stream.shuffled("glyphs:1280", len(source), corruption="fog", severity=5)
+    data = [batch.images for batch in batches(source, stream, p, batch_size=64)]
     for method in ("tent", "eata", "sar"):
+        arguments = {"beta": 0.0} if method == "eata" else {}
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(rounds):
             for guard in (True, False):
-                began = time.perf_counter()
-                world.run(data, method, "come", guard)
-                times[guard].append(time.perf_counter() - began)
+                with come.adapt(model.module, method, "come", guard=guard, **arguments) as adapter:
+                    began = time.perf_counter()
+                    for i in range(steps):
+                        adapter(data[i % len(data)])
+                    times[guard].append(time.perf_counter() - began)
         ratios = [a / b for a, b in zip(times[True], times[False], strict=True)]
         print(
-            f"{method}: {statistics.median(ratios):.3f} of the time without the guard ({rounds} rounds of 10 batches of 64)",
+            f"{method}: {statistics.median(ratios):.3f} of the time without the guard "
+            f"(median of {rounds} rounds of {steps} batches of 64, {min(ratios):.3f} to {max(ratios):.3f})",
             flush=True,
         )
 
@@ -115,19 +149,26 @@ def main() -> None:
     """Run one of the three."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("collapse", "alarms", "cost"))
-    parser.add_argument("--size", type=int, default=1920)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--pairs", default="tent+come,tent+em,sar+come", help="of alarms")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="run folder; what is done there is not run again [a temporary one]")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--size", type=int, default=3200, help="of alarms: images in a stream")
+    parser.add_argument("--seeds", type=int, default=1, help="of alarms")
+    parser.add_argument("--methods", default=",".join(ALL), help="of alarms")
+    parser.add_argument("--model", default="glyphs-vit", help="of alarms")
+    parser.add_argument("--rounds", type=int, default=7, help="of cost")
+    parser.add_argument("--steps", type=int, default=100, help="of cost")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     logging.disable()
-    if options.what == "collapse":
-        collapse()
-    elif options.what == "alarms":
-        alarms(options.size, options.seeds, options.pairs)
-    else:
-        cost(options.rounds)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = str(options.out or scratch)
+        if options.what == "collapse":
+            collapse(out, options.device, options.jobs)
+        elif options.what == "alarms":
+            methods = tuple(options.methods.split(","))
+            alarms(out, options.device, options.jobs, options.size, options.seeds, methods, options.model)
+        else:
+            cost(options.rounds, options.steps)
 
 
 if __name__ == "__main__":

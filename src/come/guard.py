@@ -4,13 +4,11 @@ Around each step, on the device and without waiting for it:
 
     samples   that are not finite, or absurdly large, are answered with zero logits, flagged in `Step.valid`, and drive nothing
     updates   whose loss or gradient is not finite are called off, moments and averages included: the last good weights stay
-    signals   share of the most predicted class, entropy, u, logit norm, distance from the source weights
+    signals   of the model's health are measured and compared with their bands, see `come.signals`
 
-The signals of the first batches give a band for each. A step outside of its band is suspicious; after `patience` of them in a
-row, and now and then anyway, the source model is asked about the same samples. The adapted model has collapsed if it spreads
-its predictions over less than 0.6 times as many classes as the source (by the perplexity of the mean prediction), and it is
-lost if it contradicts the source on too many of the samples that the source is surer of. So the judge is the source model on
-the same data: a stream that really holds one class, or a domain that really is harder, is no collapse.
+When signals leave their bands a few times in a row, and now and then anyway, the source model is asked about the same samples.
+If the adapted model's standing with it is poor it has collapsed: the source answers in its place, its weights go back to the
+last ones that were found healthy or to the source, and it learns more slowly from then on.
 """
 
 from __future__ import annotations
@@ -26,8 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from come.errors import CollapseError, require
-from come.inputs import Input, exact
+from come.errors import CollapseError, StateError, require
+from come.inputs import Input, batch_size, exact, take
+from come.signals import SIGNALS, Bands, Comparison, measure
 
 if TYPE_CHECKING:
     from come.method import Method, Step
@@ -35,18 +34,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("come.guard")
 
 Policy = Literal["recover", "freeze", "raise", "warn"]
-SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
-LOW, HIGH = {"entropy", "uncertainty"}, {"share", "norm", "distance"}  # on which side of the band a collapse lies
 ABSURD = 100.0
 """A sample is absurd if its largest entry is this many times the largest that was usual so far."""
-FEWER = 0.6
-"""Collapsed: less than this share of the source's perplexity."""
-LOST = 0.65
-"""Lost: agrees with the source on less than this share of the samples that the source is surer of."""
-CHECKS = (10, 25, 50)
-"""Steps after the start or a recovery at which the source is asked anyway; then every 50."""
-QUIET = 15
-"""Batches after a healthy answer before the source is asked again."""
+WINDOW = 64
+"""Samples that make a row of signals, and that the source is asked about at a time."""
+COLLAPSED, SURELY_COLLAPSED, HEALTHY, WELL = 0.4, 0.25, 0.6, 0.8
+"""Standing below which a model has collapsed; below and above which one window is enough to say so; from which its weights are
+worth keeping."""
+CHECKS = (5, 10, 20, 40, 80)
+"""Windows after the start or a recovery at which the source is asked anyway; then every 100."""
+OFTEN = 200
+"""Recoveries within so many windows of each other are one fault: the learning rate falls faster each time."""
 
 
 class Event(NamedTuple):
@@ -63,14 +61,13 @@ class Guard:
     """What stands between a stream and the weights.
 
     Args:
-        policy: what to do on a collapse. "recover": back to the last healthy snapshot, or to the source if that collapsed too,
-            and half the learning rate. "freeze": back to the source, and no more updates. "raise": `CollapseError`. "warn":
-            an event only.
-        warmup: batches that the bands are learned from, at least 2.
-        patience: suspicious batches in a row before the source model is asked, at least 1.
-        samples: how many samples the comparison with the source takes, at least 1.
-        healthy_every: a snapshot of the weights in memory after so many batches without suspicion.
-        backoff: factor on the learning rate at each recovery, in (0, 1].
+        policy: what to do on a collapse. "recover": back to the last healthy weights, or to the source if these collapsed
+            too, and a lower learning rate. "freeze": back to the source, and no more updates. "raise": `CollapseError`.
+            "warn": an event only.
+        warmup: windows (batches, or 64 samples if that is more) that the bands are learned from, at least 2.
+        patience: suspicious windows in a row before the source model is asked, at least 1.
+        samples: how many samples the source is asked about if 64 do not make it clear, at least 1.
+        backoff: factor on the learning rate at a recovery, in (0, 1]; its square at the next one soon after, and so on.
         on_event: called with each `Event`, after it was logged.
         snapshots: a folder for snapshots on disk; None writes none.
         snapshot_every: batches between two of them.
@@ -94,7 +91,6 @@ class Guard:
     warmup: int = 10
     patience: int = 3
     samples: int = 128
-    healthy_every: int = 50
     backoff: float = 0.5
     on_event: Callable[[Event], None] | None = None
     snapshots: str | Path | None = None
@@ -106,7 +102,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         require(self.policy in get_args(Policy), "policy", self.policy, f"one of {', '.join(get_args(Policy))}")
-        for name in ("patience", "samples", "healthy_every", "snapshot_every", "snapshots_kept"):
+        for name in ("patience", "samples", "snapshot_every", "snapshots_kept"):
             value = getattr(self, name)
             require(isinstance(value, int) and value >= 1, name, value, "a whole number, at least 1")
         require(isinstance(self.warmup, int) and self.warmup >= 2, "warmup", self.warmup, "a whole number, at least 2")
@@ -123,16 +119,20 @@ class Guard:
         self.frozen = False
         self.latest: dict[str, float] = {}
         """The signals of the last step that was read."""
+        self.standing = 1.0
+        """The adapted model's standing with its source when that was last asked."""
         self._usual: Tensor | None = None
         self._next_usual: Tensor | None = None
-        self._pool: list[tuple[float, ...]] = []
-        self._pending: deque[tuple[int, Tensor, Any]] = deque()
+        self._pending: deque[_Sent] = deque()
+        self._bands = Bands(self.warmup)
+        self._row, self._row_size, self._row_valid = [0.0] * len(SIGNALS), 0, 0.0
+        self._windows = 0
         self._suspicious = 0
-        self._asking: _Asking | None = None
-        self._healthy: list[Tensor] | None = None
-        self._healthy_since = 0
-        self._last_recovery = -1_000_000
-        self._quiet_until = 0
+        self._asking: Comparison | None = None
+        self._to_ask = 0
+        self._fallen = False
+        self._falls = 0
+        self._healthy: dict[str, Tensor] = {}
 
     # ---- before a step ----
 
@@ -164,121 +164,150 @@ class Guard:
         logits = torch.where(usable[:, None], step.logits, 0)
         loss = None if step.loss is None else torch.where(usable & step.loss.isfinite(), step.loss, 0)
         used = None if step.used is None else step.used & usable & ok
-        signals = _signals(method, logits, usable)
-        values = torch.cat([torch.stack([ok.double(), (~usable).sum().double()]), signals])
-        self._send(values)
-        if self._asking is not None:
-            self._ask(method, x, logits, usable)
-        self.settle(method)
+        values = [torch.stack([ok.double(), (~usable).sum().double()]), measure(method, logits, usable)]
+        if not (method.parameters or method.state):  # it cannot change
+            self._asking, self._to_ask = None, 0
+        if self._to_ask > 0:
+            found, source = self._ask(method, x, logits, usable)
+            values.append(found)
+            if self.policy in ("recover", "freeze"):  # who is found collapsed here does not answer here
+                lost = found[0] < torch.where(found[3] >= self.samples, COLLAPSED, SURELY_COLLAPSED)
+                logits = logits.clone()
+                logits[: len(source)] = torch.where(lost, source.to(logits), logits[: len(source)])
+        self._send(torch.cat(values), batch_size(x))
+        self.act(method)
         self.steps += 1
         return step._replace(logits=logits, loss=loss, used=used, valid=usable)
 
-    def _send(self, values: Tensor) -> None:
+    def _send(self, values: Tensor, batch: int) -> None:
         """Towards the host, without waiting: `settle` takes it up when it has arrived."""
+        arrived: Any = None
         if values.device.type == "cuda":
             there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            there.copy_(values, non_blocking=True)
-            arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            values = there.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-            self._pending.append((self.steps, there, arrived))
-        else:
-            self._pending.append((self.steps, values, None))
+        self._pending.append(_Sent(self.steps, batch, values, arrived, last=self._to_ask == 0))
 
-    def settle(self, method: Method, *, wait: bool = False) -> None:
-        """Judge the steps whose signals have arrived."""
+    def settle(self, *, wait: bool = False) -> None:
+        """Take up the signals that have arrived; what follows from them is done by `act`."""
         while self._pending:
-            number, values, arrived = self._pending[0]
-            if arrived is not None and not arrived.query():
+            sent = self._pending[0]
+            if sent.arrived is not None and not sent.arrived.query():
                 if not wait:
                     return
-                arrived.synchronize()
+                sent.arrived.synchronize()
             self._pending.popleft()
-            self._judge(method, number, values.tolist())
+            ok, invalid, *rest = sent.values.tolist()
+            self._report(sent.step, bool(ok), int(invalid))
+            self._judge(sent, rest[: len(SIGNALS)], sent.batch - invalid)
+            if sent.last and rest[len(SIGNALS) :]:
+                self._decide(sent.step, *rest[len(SIGNALS) :])
 
-    def _judge(self, method: Method, number: int, values: list[float]) -> None:
-        ok, invalid, *signals = values
+    def _report(self, step: int, ok: bool, invalid: int) -> None:
+        if invalid:
+            self._count("invalid_samples", invalid)
+            self._emit("invalid_samples", step, {"samples": float(invalid)}, count=False)
+        if not ok:
+            self._emit("update_refused", step, {})
+
+    def _judge(self, sent: _Sent, signals: list[float], valid: float) -> None:
+        """Gather signals until they make a window, and compare it with the bands."""
         self.latest = dict(zip(SIGNALS, signals, strict=True))
         if self.scalars is not None:
             for name, value in self.latest.items():
-                self.scalars.add_scalar(f"come/{name}", value, number)
-        if invalid:
-            self._count("invalid_samples", int(invalid))
-            self._emit("invalid_samples", number, {"samples": invalid}, count=False)
-        if not ok:
-            self._emit("update_refused", number, {})
-        if not all(map(math.isfinite, signals)):
+                self.scalars.add_scalar(f"come/{name}", value, sent.step)
+        if not valid or not all(map(math.isfinite, signals)):
             return
-        if len(self._pool) < self.warmup:
-            self._pool.append(tuple(signals))
+        self._row = [a + valid * b for a, b in zip(self._row, signals, strict=True)]
+        self._row_size, self._row_valid = self._row_size + sent.batch, self._row_valid + valid
+        if self._row_size < WINDOW:
             return
-        outside = self._outside(signals)
-        self._suspicious = self._suspicious + 1 if outside else 0
-        if self._suspicious >= self.patience and self._asking is None and self.steps >= self._quiet_until:
-            self._emit("suspicious", number, {name: self.latest[name] for name in outside})
-            self._asking = _Asking()
-        since = self.steps - max(0, self._last_recovery)
-        if self._asking is None and (since in CHECKS or since % CHECKS[-1] == 0):
-            self._asking = _Asking()
-        if not outside and self._asking is None and self.steps - self._healthy_since >= self.healthy_every:
-            self._healthy = [p.detach().clone() for p in method.parameters.values()]
-            self._healthy_since = self.steps
-
-    def _outside(self, signals: list[float]) -> list[str]:
-        """Names of the signals that lie beyond their band, on the side of a collapse."""
-        found = []
-        for i, name in enumerate(SIGNALS):
-            seen = sorted(row[i] for row in self._pool)
-            middle = seen[len(seen) // 2]
-            spread = max(6 * sorted(abs(v - middle) for v in seen)[len(seen) // 2], 0.25 * abs(middle), 1e-6)
-            if name == "distance":  # it grows by itself: as far again as in the warm-up, for each such stretch of steps
-                spread = max(spread, seen[-1] * (1 + self.steps / self.warmup))
-            if (name in LOW and signals[i] < middle - spread) or (name in HIGH and signals[i] > middle + spread):
-                found.append(name)
-        return found
+        row = tuple(value / self._row_valid for value in self._row)
+        self._row, self._row_size, self._row_valid = [0.0] * len(SIGNALS), 0, 0.0
+        self._windows += 1
+        if self._asking is not None or self.frozen:
+            return
+        if not self._bands.ready:
+            self._bands.learn(row)
+        elif outside := self._bands.outside(row):
+            self._suspicious += 1
+            if self._suspicious == self.patience:
+                seen = dict(zip(SIGNALS, row, strict=True))
+                self._emit("suspicious", sent.step, {name: seen[name] for name in outside})
+                self._begin_to_ask(sent.batch)
+        else:
+            self._suspicious = 0
+        if self._asking is None and (self._windows in CHECKS or self._windows % 100 == 0):
+            self._begin_to_ask(sent.batch)
 
     # ---- the source model is asked ----
 
-    def _ask(self, method: Method, x: Input, logits: Tensor, usable: Tensor) -> None:
-        asking = self._asking
-        assert asking is not None
-        source = method.forward(x, method.source_values) if method.parameters else method.forward(x)
-        asking.add(exact(logits).softmax(dim=1), exact(source).softmax(dim=1), usable)
-        if asking.samples < self.samples:
-            return
-        mine, theirs = asking.perplexities()
-        agreement = asking.agreement()
-        self._asking, self._suspicious = None, 0
-        details: dict[str, float | str] = {"perplexity": mine, "of_source": theirs, "agreement": agreement}
-        if mine >= FEWER * theirs and agreement >= LOST:  # if suspicious, it is the data that changed
-            self._emit("healthy", self.steps, details)
-            self._quiet_until = self.steps + QUIET
-            return
-        self._emit("collapse", self.steps, details)
-        self._act(method)
+    def _begin_to_ask(self, batch: int) -> None:
+        self._asking = Comparison()
+        self._to_ask = math.ceil(min(WINDOW, self.samples) / batch)
 
-    def _act(self, method: Method) -> None:
+    def _ask(self, method: Method, x: Input, logits: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+        """What is known now of the standing, and the source's logits for the samples that it was asked about."""
+        assert self._asking is not None
+        if not method.batch_norms and batch_size(x) > WINDOW:  # samples do not see each other: a part will do
+            x, logits, usable = take(x, slice(0, WINDOW)), logits[:WINDOW], usable[:WINDOW]
+        source = method.forward(x, method.source_values) if method.parameters else method.forward(x)
+        self._asking.add(logits, source, usable)
+        self._to_ask -= 1
+        return self._asking.result(), torch.where(usable[:, None], source, 0)
+
+    def _decide(self, step: int, standing: float, credit: float, spread: float, samples: float) -> None:
+        if self._asking is None:
+            return
+        if samples and samples < self.samples and SURELY_COLLAPSED <= standing < HEALTHY:
+            self._to_ask = 1  # not clear yet
+            return
+        suspicious, self._asking, self._suspicious = self._suspicious > 0, None, 0
+        if not samples:  # the source has no finite answer either
+            return
+        self.standing, self._fallen = standing, standing < COLLAPSED
+        if (suspicious and not self._fallen) or self.policy == "warn":
+            self._bands = Bands(self.warmup)  # it is the data that changed: learn anew what is usual
+        details: dict[str, float | str] = {"standing": standing, "credit": credit, "spread": spread, "samples": samples}
+        self._emit("collapse" if self._fallen else "healthy", step, details)
+
+    @torch.no_grad()
+    def act(self, method: Method) -> None:
+        """Take up what has arrived, and do what follows from it."""
+        asked = self._asking is not None
+        self.settle()
+        if asked and self._asking is None and self.standing >= WELL:
+            self._healthy = {name: p.detach().clone() for name, p in method.parameters.items()}
+        if not self._fallen:
+            return
+        self._fallen = False
         if self.policy == "raise":
             raise CollapseError(
-                f"{method.name} has collapsed at step {self.steps}: it predicts far fewer classes than its source "
-                "model; reset() it, lower lr, or use objective='come' or Guard(policy='recover')"
+                f"{method.name} has collapsed at step {self.steps}: its source model would believe {self.standing:.0%} of "
+                f"what it says, less than {COLLAPSED:.0%}; reset() it, lower lr, or use objective='come' or "
+                "Guard(policy='recover')"
             )
-        if self.policy == "warn":
-            return
-        everywhere = torch.ones((), dtype=torch.bool, device=next(method.model.parameters()).device)
-        recent = self.steps - self._last_recovery < 2 * self.healthy_every
-        method.recover(everywhere)
+        if self.policy != "warn":
+            self._go_back(method)
+
+    def _go_back(self, method: Method) -> None:
+        often = self._falls > 0 and self._windows <= OFTEN
+        self._falls = self._falls + 1 if often else 1
+        method.recover(torch.ones((), dtype=torch.bool, device=next(method.model.parameters()).device))
         to = "source"
-        if self.policy == "recover" and self._healthy is not None and not recent:
-            for p, value in zip(method.parameters.values(), self._healthy, strict=True):
-                p.copy_(value.to(p))
+        if self.policy == "recover" and self._healthy and not often:
+            for name, p in method.parameters.items():
+                p.copy_(self._healthy[name].to(p))
             to = "snapshot"
         method.state = method.initial_state()
-        self._healthy, self._last_recovery = (None if to == "source" else self._healthy), self.steps
+        self._healthy = {}
+        self._windows = 0
         if self.policy == "freeze":
             self.frozen = True
             self._emit("frozen", self.steps, {})
         else:
-            self.scale *= self.backoff
+            self.scale *= self.backoff**self._falls
             self._emit("recovered", self.steps, {"to": to, "lr_scale": self.scale})
 
     # ---- what it says ----
@@ -298,15 +327,16 @@ class Guard:
     def _count(self, kind: str, by: int) -> None:
         self.counters[kind] = self.counters.get(kind, 0) + by
 
-    def health(self, method: Method) -> dict[str, float]:
+    def health(self) -> dict[str, float]:
         """Counters and gauges as flat numbers, as an exporter for Prometheus wants them."""
-        self.settle(method, wait=True)
+        self.settle(wait=True)
         kinds = ("invalid_samples", "update_refused", "suspicious", "collapse", "recovered", "snapshot")
         return {
             "steps": float(self.steps),
             **{kind: self.counters.get(kind, 0) for kind in kinds},
             "lr_scale": self.scale,
             "frozen": float(self.frozen),
+            "standing": self.standing,
             **self.latest,
         }
 
@@ -327,75 +357,57 @@ class Guard:
             self._emit("snapshot_failed", self.steps, {"reason": str(error)})
 
     def state(self) -> dict[str, Tensor]:
-        """What a resumed stream must know: the factor on the learning rate, the bands, whether it is frozen."""
-        pool = torch.tensor(self._pool, dtype=torch.float64).reshape(-1, len(SIGNALS))
-        usual = torch.zeros(()) if self._usual is None else self._usual.detach().float().cpu()
-        return {
-            "scale": torch.tensor(self.scale, dtype=torch.float64),
-            "frozen": torch.tensor(self.frozen),
-            "steps": torch.tensor(self.steps),
-            "pool": pool,
-            "usual": usual,
-        }
+        """All that its next decision depends on, but for signals that are still on their way."""
+        kept = {name: torch.tensor(float(getattr(self, name)), dtype=torch.float64) for name in _KEPT}
+        kept["rows"] = torch.tensor(self._bands.rows, dtype=torch.float64).reshape(-1, len(SIGNALS))
+        kept["seen"] = torch.tensor(self._bands.seen)
+        kept["row"] = torch.tensor(self._row, dtype=torch.float64)
+        kept["usual"] = torch.zeros(()) if self._usual is None else self._usual.detach().float().cpu()
+        if self._asking is not None:
+            kept["asking"] = torch.zeros(0) if self._asking.sums is None else self._asking.sums
+        return kept | {f"healthy.{name}": value for name, value in self._healthy.items()}
+
+    def check(self, saved: Mapping[str, Tensor], method: Method) -> None:
+        """Raise a `StateError` unless `restore` can take it."""
+        always = {*_KEPT, "rows", "seen", "row", "usual"}
+        shapes = {f"healthy.{name}": p.shape for name, p in method.parameters.items()}
+        wrong = [name for name in saved if name not in {*always, "asking"} and shapes.get(name) != saved[name].shape]
+        healthy = [name for name in saved if name in shapes]
+        if not always <= set(saved) or wrong or len(healthy) not in (0, len(shapes)):
+            raise StateError("what the guard had learned is not whole in this state; give one that save() wrote")
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Go on from `state()`."""
         self.forget()
-        self.scale, self.frozen = float(saved["scale"]), bool(saved["frozen"])
-        self.steps = int(saved["steps"])
-        self._pool = [tuple(row) for row in saved["pool"].tolist()]
+        for name in _KEPT:
+            setattr(self, name, type(getattr(self, name))(saved[name].item()))
+        for row in saved["rows"].tolist():
+            self._bands.learn(tuple(row))
+        self._bands.seen = int(saved["seen"])
+        self._row = saved["row"].tolist()
         self._usual = saved["usual"] if float(saved["usual"]) > 0 else None
+        if "asking" in saved:
+            self._asking = Comparison(saved["asking"].clone() if len(saved["asking"]) else None)
+        self._healthy = {
+            name.removeprefix("healthy."): value.clone() for name, value in saved.items() if name.startswith("healthy.")
+        }
 
 
-class _Asking:
-    """Mean predictions of the adapted model and of the source on the same samples."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self.sums: list[Tensor] = []
-        self.sure: list[Tensor] = []
-        self.agree: list[Tensor] = []
-
-    def add(self, mine: Tensor, theirs: Tensor, usable: Tensor) -> None:
-        new = [torch.where(usable[:, None], p, 0).double().sum(dim=0) for p in (mine, theirs)]
-        self.sums = [a + b for a, b in zip(self.sums, new, strict=True)] if self.sums else new
-        self.samples += int(usable.sum())
-        sure, label = theirs[usable].max(dim=1)
-        self.sure.append(sure)
-        self.agree.append(mine[usable].argmax(dim=1) == label)
-
-    def agreement(self) -> float:
-        """On the half of the samples that the source is surer of."""
-        order = torch.cat(self.sure).argsort(descending=True)
-        return float(torch.cat(self.agree)[order[: max(1, len(order) // 2)]].double().mean())
-
-    def perplexities(self) -> tuple[float, float]:
-        """exp of the entropy of the mean prediction: over how many classes it is spread."""
-        found = []
-        for total in self.sums:
-            p = total / total.sum().clamp_min(1e-12)
-            found.append(float((-(p * p.clamp_min(1e-12).log()).sum()).exp()))
-        return found[0], found[1]
+_KEPT = (
+    *("scale", "frozen", "steps", "standing", "_row_size", "_row_valid"),
+    *("_windows", "_suspicious", "_to_ask", "_fallen", "_falls"),
+)
 
 
-def _signals(method: Method, logits: Tensor, usable: Tensor) -> Tensor:
-    """share, entropy, uncertainty, norm, distance: (5,) float64, on the device."""
-    z = exact(logits)
-    count = usable.sum().clamp_min(1)
-    votes = torch.zeros(z.shape[1], device=z.device).index_add_(0, z.argmax(dim=1), usable.float())
-    mass = method.objective.log_mass(z)  # once for entropy and u
-    entropy = -(mass.exp() * mass).sum(dim=1)
-    doubt = mass[:, -1].exp() if mass.shape[1] > z.shape[1] else 1 - mass.amax(dim=1).exp()
-    means = [torch.where(usable, v, 0).sum() / count for v in (entropy, doubt, torch.linalg.vector_norm(z, dim=1))]
-    if method.parameters:
-        params = [p.detach() for p in method.parameters.values()]
-        moved = torch._foreach_norm(
-            torch._foreach_sub(params, [method.source_values[name] for name in method.parameters])
-        )
-        distance = torch.linalg.vector_norm(torch.stack([m.double() for m in moved]))
-    else:
-        distance = torch.zeros((), device=z.device)
-    return torch.stack([v.double() for v in (votes.max() / count, *means, distance)])
+class _Sent(NamedTuple):
+    """Numbers on their way to the host."""
+
+    step: int
+    batch: int
+    values: Tensor
+    arrived: Any
+    last: bool
+    """Whether nothing more is to be asked before they decide."""
 
 
 def _largest(x: Tensor) -> Tensor:

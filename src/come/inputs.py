@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,13 @@ def exact(x: Tensor) -> Tensor:
         torch.float32
     """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def together(values: Sequence[Tensor]) -> Tensor:
+    """0-d tensors of any floating types as one vector in float64."""
+    if len({value.dtype for value in values}) == 1:
+        return torch.stack(list(values)).double()
+    return torch.stack([value.double() for value in values])
 
 
 def logits_of(out: Any, batch: int) -> Tensor:

@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from os import PathLike
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from come import objectives, optim, state
 from come.batchnorm import batch_norms, batch_statistics
 from come.errors import ClosedError, ComeError, ConfigError, InputError, ModelError, require
-from come.inputs import Input, batch_size, checked, expected_dims, logits_of
+from come.inputs import Input, batch_size, checked, expected_dims, logits_of, together
 from come.objectives import Objective
 from come.optim import OptimizerFactory
 from come.select import Selector, norm_affine
@@ -266,7 +266,8 @@ class Method(ABC):
             self._ok = self._ok.to(finite.device) & finite
             go = finite if go is None else go & finite
         for p, g in zip(params, gradient, strict=True):
-            p.grad = g
+            # Fused kernels on a GPU want both laid out alike, and convolutions give gradients in their own order.
+            p.grad = g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
         optim.step(self.optimizer, self._lr, go)
         for p in params:
             p.grad = None
@@ -333,6 +334,7 @@ class Method(ABC):
 
     def _guarded(self, x: Input, guard: Guard) -> Step:
         """A step as a transaction: what is not finite changes nothing."""
+        guard.act(self)
         x, valid = guard.admit(x)
         everything = torch.ones(batch_size(x), dtype=torch.bool, device=self._device)
         self.valid = everything if valid is None else valid
@@ -392,7 +394,8 @@ class Method(ABC):
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; waits for the device. Without a guard, the steps only."""
-        return {"steps": float(self.count)} if self.guard is None else self.guard.health(self)
+        with self._lock:
+            return {"steps": float(self.count)} if self.guard is None else self.guard.health()
 
     def close(self, *, keep: bool = False) -> None:
         """Give the model back as it was handed in: weights, modes, gradient flags. May be called again.
@@ -429,20 +432,22 @@ class Method(ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that the next step depends on, as a flat dictionary of copied tensors."""
-        return state.collect(self)
+        with self._lock:
+            return state.collect(self)
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict()` of an adapter of the same method on the same source model, bit for bit."""
-        with untracked():
+        with self._lock, untracked():
             state.restore(self, saved)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the state to a safetensors file, whole or not at all."""
-        state.save(self, path)
+        with self._lock:
+            state.save(self, path)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
-        with untracked():
+        with self._lock, untracked():
             state.load(self, path)
 
     # ---- configuration ----
@@ -519,13 +524,6 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
     """
     mask = used.view(-1, *[1] * (values.ndim - 1))
     return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
-
-
-def together(values: Sequence[Tensor]) -> Tensor:
-    """0-d tensors of any floating types as one vector in float64."""
-    if len({value.dtype for value in values}) == 1:
-        return torch.stack(list(values)).double()
-    return torch.stack([value.double() for value in values])
 
 
 @lru_cache(maxsize=64)  # to copy numbers to a GPU is to wait for it: once is enough

@@ -28,7 +28,7 @@ from come.files import replacing
 if TYPE_CHECKING:
     from come.method import Method
 
-FORMAT, VERSION = "come-state", 2
+FORMAT, VERSION = "come-state", 3
 
 
 def collect(method: Method) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def collect(method: Method) -> dict[str, Tensor]:
                 saved[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     saved |= {f"state.{name}": value for name, value in method.state.items()}
     if method.guard is not None:
-        method.guard.settle(method, wait=True)
+        method.guard.settle(wait=True)
         saved |= {f"guard.{name}": value for name, value in method.guard.state().items()}
     saved["count"] = torch.tensor(method.count)
     saved["fingerprint"] = fingerprint(method)
@@ -88,8 +88,8 @@ def restore(method: Method, saved: Mapping[str, Tensor]) -> None:
                 raise StateError(f"{key} of {name!r} has shape {tuple(value.shape)}; it must be {tuple(p.shape)}")
     if missing := set(method.initial_state()) - set(memory):
         raise StateError(f"the state lacks {', '.join(sorted(missing))}")
-    if method.guard is not None and learned and set(learned) != set(method.guard.state()):
-        raise StateError("what the guard had learned is not whole in this state; give one that save() wrote")
+    if method.guard is not None and learned:
+        method.guard.check(learned, method)
     # Everything fits: from here on nothing can fail.
     for name, p in method.parameters.items():
         p.copy_(parameters[name])

@@ -20,6 +20,7 @@ from torch import Tensor
 from come import settings
 from come.data import Account, Batch, Source, batches
 from come.errors import ComeError, InputError
+from come.guard import Event
 from come.method import Method, Step
 from come.methods import get as get_method
 from come.metrics import SCORES, brier, fpr, nll, summary
@@ -124,6 +125,7 @@ def run_cell(
         rows, and what is known only after running: metrics, counts, time, memory.
     """
     account, parts, domains, fresh = Account(), [], [], []
+    events = _listen(method)
     began = time.perf_counter()
     _forget_peak(device)
     for number, episode in enumerate(cell.episodes(source, outliers) if episodes is None else episodes):
@@ -158,11 +160,28 @@ def run_cell(
         "samples": len(rows["label"]) if rows else 0,
         "bad_images": account.bad,
         "health": method.health() if cell.guard else {},
+        "events": events,
         "lr": method.learning_rate(cell.batch_size) if method.descends else None,
         "seconds": time.perf_counter() - began,
         "seconds_waiting_for_data": account.waited,
         "peak_memory_mb": round(memory, 1),
     }
+
+
+def _listen(method: Method) -> list[tuple[str, int]]:
+    """Collapses and recoveries from here on, as (kind, batch), once the guard has seen them; its counts begin anew."""
+    events: list[tuple[str, int]] = []
+    guard = method.guard
+    if guard is not None:
+        began = guard.steps
+        guard.counters.clear()
+
+        def note(event: Event) -> None:
+            if event.kind in ("collapse", "recovered"):
+                events.append((event.kind, event.step - began))
+
+        guard.on_event = note
+    return events
 
 
 def _forget_peak(device: torch.device) -> None:
