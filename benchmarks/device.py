@@ -78,7 +78,7 @@ def main() -> None:
     rows = {row.method for row in published.rows if row.objective == "em"}
     torch.manual_seed(0)
     model = VisionTransformer().cuda().eval()
-    batches = [torch.randn(BATCH, 3, 224, 224, device="cuda") for _ in range(4)]
+    batches = [torch.rand(BATCH, 3, 224, 224, device="cuda") for _ in range(4)]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, TF32 {'on' if options.tf32 else 'off'}")
     print("| method | steps | ms for a step | of No Adapt | paper | MB | of No Adapt | paper | with guard |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")

@@ -79,18 +79,21 @@ def collapse(out: str, device: str, jobs: int) -> None:
                 print("| " + " | ".join((*row, str(len(where)), ", ".join(map(str, where)) or "-")) + " |")
 
 
-def alarms(out: str, device: str, jobs: int, size: int, seeds: int, methods: tuple[str, ...], model: str) -> None:
+def alarms(out: str, options: argparse.Namespace) -> None:
     """Count what the guard does on healthy streams."""
-    shape: dict[str, object] = {"model": model, "data": f"glyphs:{size}", "objectives": ("em", "come")}
-    shape |= {"methods": methods, "seeds": tuple(range(seeds)), "corruptions": tuple(corruptions.names("standard"))}
-    plans = [Plan(**shape, severity=severity, guard=guard) for severity in range(1, 6) for guard in (False, True)]
-    plans += [
-        Plan(**shape, setting=setting, guard=guard)
-        for setting in ("lifelong", "mixed", "imbalanced")
-        for guard in (False, True)
-    ]
+    every = Plan(
+        model=options.model,
+        data=f"glyphs:{options.size}",
+        methods=tuple(options.methods.split(",")),
+        objectives=tuple(options.objectives.split(",")),
+        seeds=tuple(map(int, options.seeds.split(","))),
+        corruptions=tuple(corruptions.names("standard")),
+    )
+    streams = [replace(every, severity=int(severity)) for severity in options.severities.split(",")]
+    streams += [replace(every, setting=setting) for setting in options.settings.split(",") if setting]
+    plans = [replace(plan, guard=guard) for plan in streams for guard in (False, True)]
     counts: dict[tuple[str, str], Counter[str]] = {}
-    done = records(plans, out, device, jobs)
+    done = records(plans, out, options.device, options.jobs)
     for without, with_guard in zip(done[::2], done[1::2], strict=True):
         for bare, guarded in zip(without, with_guard, strict=True):
             cell = guarded.cell
@@ -153,8 +156,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--size", type=int, default=3200, help="of alarms: images in a stream")
-    parser.add_argument("--seeds", type=int, default=1, help="of alarms")
+    parser.add_argument("--seeds", default="0", help="of alarms")
+    parser.add_argument("--severities", default="1,2,3,4,5", help="of alarms")
+    parser.add_argument("--settings", default="lifelong,mixed,imbalanced", help="of alarms, beside the standard one")
     parser.add_argument("--methods", default=",".join(ALL), help="of alarms")
+    parser.add_argument("--objectives", default="em,come", help="of alarms")
     parser.add_argument("--model", default="glyphs-vit", help="of alarms")
     parser.add_argument("--rounds", type=int, default=7, help="of cost")
     parser.add_argument("--steps", type=int, default=100, help="of cost")
@@ -165,8 +171,7 @@ def main() -> None:
         if options.what == "collapse":
             collapse(out, options.device, options.jobs)
         elif options.what == "alarms":
-            methods = tuple(options.methods.split(","))
-            alarms(out, options.device, options.jobs, options.size, options.seeds, methods, options.model)
+            alarms(out, options)
         else:
             cost(options.rounds, options.steps)
 

@@ -74,6 +74,20 @@ def test_no_step_waits_for_the_device(method, objective, make):
             adapter.step(x)
 
 
+@pytest.mark.parametrize("method", ["tent", "eata", "sar", "roid", "pl", "t3a"])
+def test_to_ask_the_source_waits_for_nothing(method, make):
+    adapter = make(method, "come", "layer", "cuda")
+    data = [x.cuda() for x in batches(6)]
+    adapter(data[0])
+    adapter.guard._begin_to_ask(12)
+    adapter(data[1])
+    with refusing_to_wait():
+        for x in data[2:]:
+            adapter.guard._begin_to_ask(12)
+            adapter.step(x)
+    assert adapter.health()["standing"] > 0
+
+
 @pytest.mark.parametrize("method", come.methods.names())
 def test_moving_the_model_in_the_middle_of_a_stream(method, make):
     adapter = make(method, "come", "layer", "cpu")

@@ -85,8 +85,8 @@ def test_standing_by_hand():
     comparison.add(mine, source, torch.ones(4, dtype=torch.bool))
     standing, credit, spread, samples = comparison.result().tolist()
     assert credit == pytest.approx(float((3 * q[0, 0] + q[3, 2]) / (4 * q[0, 0])), rel=1e-6)
-    entropy = lambda z: float(torch.special.entr(z.softmax(dim=1).double().mean(dim=0)).sum())  # noqa: E731
-    assert spread == pytest.approx(math.exp(entropy(mine) - entropy(source)), rel=1e-6)
+    three = -(2 * 0.25 * math.log(0.25) + 0.5 * math.log(0.5))  # two classes once, one twice, of four
+    assert spread == pytest.approx(math.exp(three - math.log(4)), rel=1e-6)
     assert standing == pytest.approx(credit * spread)
     assert samples == 4
 
@@ -108,6 +108,15 @@ def test_to_contradict_an_unsure_source_costs_little():
         comparison = Comparison()
         comparison.add(mine, one_hot((torch.arange(64) + 1) % 16, size=sure, kinds=16), usable)
         assert low < comparison.result()[1].item() < high
+
+
+@pytest.mark.parametrize("sure", [0.01, 30.0])
+def test_how_sure_either_is_does_not_count_as_spread(sure):
+    """Of a thousand classes a batch names a few; an unsure source must not seem to see all of them."""
+    source = one_hot(torch.arange(64), size=0.1, kinds=1000)
+    comparison = Comparison()
+    comparison.add(source * sure, source, torch.ones(64, dtype=torch.bool))
+    assert comparison.result()[0].item() == pytest.approx(1)
 
 
 def test_comparisons_add_up_and_leave_out_what_is_not_usable():

@@ -36,11 +36,11 @@ log = logging.getLogger("come.guard")
 Policy = Literal["recover", "freeze", "raise", "warn"]
 ABSURD = 100.0
 """A sample is absurd if its largest entry is this many times the largest that was usual so far."""
-WINDOW = 64
-"""Samples that make a row of signals, and that the source is asked about at a time."""
+WINDOW, LOOK = 64, 32
+"""Samples that make a row of signals; samples that the source is asked about first."""
 COLLAPSED, SURELY_COLLAPSED, HEALTHY, WELL = 0.4, 0.25, 0.6, 0.8
-"""Standing below which a model has collapsed; below and above which one window is enough to say so; from which its weights are
-worth keeping."""
+"""Standing below which a model has collapsed; below which one window, and from which a look, is enough to say so; from which
+its weights are worth keeping."""
 CHECKS = (5, 10, 20, 40, 80)
 """Windows after the start or a recovery at which the source is asked anyway; then every 100."""
 OFTEN = 200
@@ -66,7 +66,7 @@ class Guard:
             "warn": an event only.
         warmup: windows (batches, or 64 samples if that is more) that the bands are learned from, at least 2.
         patience: suspicious windows in a row before the source model is asked, at least 1.
-        samples: how many samples the source is asked about if 64 do not make it clear, at least 1.
+        samples: how many samples the source is asked about if fewer do not make it clear, at least 1.
         backoff: factor on the learning rate at a recovery, in (0, 1]; its square at the next one soon after, and so on.
         on_event: called with each `Event`, after it was logged.
         snapshots: a folder for snapshots on disk; None writes none.
@@ -91,7 +91,7 @@ class Guard:
     warmup: int = 10
     patience: int = 3
     samples: int = 128
-    backoff: float = 0.5
+    backoff: float = 0.1
     on_event: Callable[[Event], None] | None = None
     snapshots: str | Path | None = None
     snapshot_every: int = 1000
@@ -171,7 +171,8 @@ class Guard:
             found, source = self._ask(method, x, logits, usable)
             values.append(found)
             if self.policy in ("recover", "freeze"):  # who is found collapsed here does not answer here
-                lost = found[0] < torch.where(found[3] >= self.samples, COLLAPSED, SURELY_COLLAPSED)
+                limit = torch.where(found[3] >= self.samples, COLLAPSED, SURELY_COLLAPSED * (found[3] >= WINDOW))
+                lost = found[0] < limit
                 logits = logits.clone()
                 logits[: len(source)] = torch.where(lost, source.to(logits), logits[: len(source)])
         self._send(torch.cat(values), batch_size(x))
@@ -245,13 +246,14 @@ class Guard:
 
     def _begin_to_ask(self, batch: int) -> None:
         self._asking = Comparison()
-        self._to_ask = math.ceil(min(WINDOW, self.samples) / batch)
+        self._to_ask = math.ceil(min(LOOK, self.samples) / batch)
 
     def _ask(self, method: Method, x: Input, logits: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
         """What is known now of the standing, and the source's logits for the samples that it was asked about."""
         assert self._asking is not None
-        if not method.batch_norms and batch_size(x) > WINDOW:  # samples do not see each other: a part will do
-            x, logits, usable = take(x, slice(0, WINDOW)), logits[:WINDOW], usable[:WINDOW]
+        part = LOOK if self._asking.sums is None else WINDOW
+        if not method.batch_norms and batch_size(x) > part:  # samples do not see each other: a part will do
+            x, logits, usable = take(x, slice(0, part)), logits[:part], usable[:part]
         source = method.forward(x, method.source_values) if method.parameters else method.forward(x)
         self._asking.add(logits, source, usable)
         self._to_ask -= 1
@@ -260,8 +262,9 @@ class Guard:
     def _decide(self, step: int, standing: float, credit: float, spread: float, samples: float) -> None:
         if self._asking is None:
             return
-        if samples and samples < self.samples and SURELY_COLLAPSED <= standing < HEALTHY:
-            self._to_ask = 1  # not clear yet
+        clear = standing >= HEALTHY or (standing < SURELY_COLLAPSED and samples >= WINDOW)
+        if 0 < samples < self.samples and not clear:
+            self._to_ask = 1
             return
         suspicious, self._asking, self._suspicious = self._suspicious > 0, None, 0
         if not samples:  # the source has no finite answer either

@@ -4,15 +4,14 @@ Each batch gives five signals: the share of the most predicted class, the entrop
 opinion, the norm of the logits, the distance of the weights from the source. `Bands` learns where they usually lie.
 
 Bands only make suspicious; the judge is the source model on the same samples. With its probabilities :math:`q`, the labels
-:math:`\hat y` of the adapted model and :math:`\hat y^0` of the source, and :math:`\bar p, \bar q` their mean predictions,
+:math:`\hat y` of the adapted model and :math:`\hat y^0` of the source, and :math:`v, v^0` the shares of the classes among them,
 
-.. math:: \text{standing} = \frac{\sum_i q_i(\hat y_i)}{\sum_i q_i(\hat y_i^0)}
-          \cdot \min\left(1, \frac{\exp H(\bar p)}{\exp H(\bar q)}\right) \in [0, 1]:
+.. math:: \text{standing} = \frac{\sum_i q_i(\hat y_i)}{\sum_i q_i(\hat y_i^0)} \cdot \min(1, e^{H(v) - H(v^0)}) \in [0, 1]:
 
 how much the source believes of what the adapted model says, compared with what it says itself, times how many classes the
-adapted model still uses, compared with those that the source sees in the data. A model that has adapted well contradicts its
-source where that is unsure anyway; one that has collapsed says what the source rules out. A stream that really holds one class,
-or a domain that really is harder, is the same for both.
+adapted model still names, compared with those that the source names. A model that has adapted well contradicts its source
+where that is unsure anyway; one that has collapsed says what the source rules out. A stream that really holds one class, or a
+domain that really is harder, is the same for both.
 """
 
 from __future__ import annotations
@@ -111,22 +110,24 @@ class Comparison:
 
     def __init__(self, sums: Tensor | None = None) -> None:
         self.sums = sums
-        """(2K + 3,) float64: both mean predictions, what the source gives to each one's labels, samples."""
+        """(2K + 3,) float64: how often each one names each class, what the source gives to each one's labels, samples."""
 
     def add(self, logits: Tensor, source: Tensor, usable: Tensor) -> None:
         """Take in logits (B, K) of both; only `usable` samples (B,) count, if the source has an answer for them."""
         usable = usable & source.isfinite().all(dim=1)
-        p, q = (torch.where(usable[:, None], exact(z).softmax(dim=1), 0).double() for z in (logits, source))
-        given = q.gather(1, p.argmax(dim=1, keepdim=True)).sum()
-        numbers = torch.stack([given, q.amax(dim=1).sum(), usable.sum().double()])
-        new = torch.cat([p.sum(dim=0), q.sum(dim=0), numbers])
+        q = torch.where(usable[:, None], exact(source).softmax(dim=1), 0).double()
+        labels = [exact(z).argmax(dim=1) for z in (logits, source)]
+        counts = usable.double()
+        votes = [counts.new_zeros(q.shape[1]).index_add_(0, label, counts) for label in labels]
+        given = [q.gather(1, label[:, None]).sum() for label in labels]
+        new = torch.cat([*votes, torch.stack([*given, counts.sum()])])
         self.sums = new if self.sums is None else self.sums.to(new) + new
 
     def result(self) -> Tensor:
         """Standing, its two factors (credit and spread), and the number of samples: (4,) float64, on the device."""
         assert self.sums is not None
         given, own, count = self.sums[-3:]
-        p, q = (v / count.clamp_min(1) for v in self.sums[:-3].chunk(2))
-        spread = torch.exp(torch.special.entr(p).sum() - torch.special.entr(q).sum())
+        mine, theirs = (torch.special.entr(v / count.clamp_min(1)).sum() for v in self.sums[:-3].chunk(2))
+        spread = torch.exp(mine - theirs)
         credit = given / own.clamp_min(1e-12)
         return torch.stack([credit * spread.clamp_max(1), credit, spread, count])
