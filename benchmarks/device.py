@@ -3,8 +3,10 @@
     python benchmarks/device.py [METHOD ...] [--steps 100] [--tf32]
 
 ViT-B/16 with random weights at 224 x 224, batches of 64, as in the paper's table (an RTX 4090). Runs with and without the
-guard take turns in blocks of ten steps and go on for `--steps` of them, so that the times at which the guard asks the source
-model are in its share; methods that take a second or more for a step make fewer, and say how many.
+guard take turns in blocks of ten steps and go on for `--steps` of them; methods that take a second or more for a step make
+fewer, and say how many. The guard's time has two parts: its checks, and the batches that it asks the source model about. How
+many these were is in the last column; a long stream has one look at 32 samples in a hundred batches, but here there are five
+in the first eighty, and a source with random weights is so unsure that most of them take 160 samples.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ BLOCK = 10
 SLOW = {"memo": 2, "foa": 6, "tea": 4, "cotta": 10}  # steps in all
 
 
-def adapter(model: torch.nn.Module, method: str, guard: bool) -> come.Method:
+def adapter(model: torch.nn.Module, method: str, guard: come.Guard | bool) -> come.Method:
     """As a user would make it, with source batches where the method takes them."""
     extra: dict[str, object] = {}
     if "source" in come.methods.get(method).hyperparameters():
@@ -45,14 +47,18 @@ def block(method: come.Method, batches: list[torch.Tensor], steps: int) -> float
     return (time.perf_counter() - began) / steps
 
 
-def measure(name: str, model: torch.nn.Module, batches: list[torch.Tensor], steps: int) -> tuple[float, float, float]:
-    """Seconds for a step and megabytes, both without the guard, and the ratio of times with it."""
+def measure(
+    name: str, model: torch.nn.Module, batches: list[torch.Tensor], steps: int
+) -> tuple[float, float, float, float]:
+    """Seconds for a step and megabytes, both without the guard; the ratio of times with it, and batches that it asked about."""
     bare = adapter(model, name, guard=False)
     block(bare, batches, 2)
     torch.cuda.reset_peak_memory_stats()
     block(bare, batches, 1)
     memory = torch.cuda.max_memory_allocated() / 2**20
-    guarded = adapter(model, name, guard=True)
+    asked: list[float] = []
+    verdicts = come.Guard(on_event=lambda e: asked.append(e.details["samples"]) if "standing" in e.details else None)
+    guarded = adapter(model, name, guard=verdicts)
     block(guarded, batches, 2)
     size = min(BLOCK, max(1, steps // 2))
     times: list[tuple[float, float]] = []
@@ -61,7 +67,7 @@ def measure(name: str, model: torch.nn.Module, batches: list[torch.Tensor], step
         seconds = {id(a): block(a, batches, size) for a in pair}
         times.append((seconds[id(bare)], seconds[id(guarded)]))
     without, with_guard = (sum(column) for column in zip(*times, strict=True))
-    return statistics.median(t for t, _ in times), memory, with_guard / without
+    return statistics.median(t for t, _ in times), memory, with_guard / without, sum(asked) / BATCH
 
 
 def main() -> None:
@@ -80,12 +86,14 @@ def main() -> None:
     model = VisionTransformer().cuda().eval()
     batches = [torch.rand(BATCH, 3, 224, 224, device="cuda") for _ in range(4)]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, TF32 {'on' if options.tf32 else 'off'}")
-    print("| method | steps | ms for a step | of No Adapt | paper | MB | of No Adapt | paper | with guard |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
+    print(
+        "| method | steps | ms for a step | of No Adapt | paper | MB | of No Adapt | paper | with guard | batches asked |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     first: tuple[float, float] | None = None
     for name in options.methods:
         steps = SLOW.get(name, options.steps)
-        seconds, memory, ratio = measure(name, model, batches, steps)
+        seconds, memory, ratio, asked = measure(name, model, batches, steps)
         torch.cuda.empty_cache()
         first = first or (seconds, memory)
         theirs = ["", ""]
@@ -96,7 +104,7 @@ def main() -> None:
             ]
         print(
             f"| {name} | {steps} | {1000 * seconds:,.1f} | {seconds / first[0]:.1f} | {theirs[0]} | {memory:,.0f} | "
-            f"{memory / first[1]:.1f} | {theirs[1]} | {ratio:.3f} |",
+            f"{memory / first[1]:.1f} | {theirs[1]} | {ratio:.3f} | {asked:.1f} |",
             flush=True,
         )
 

@@ -128,7 +128,7 @@ def cost(rounds: int, steps: int) -> None:
     model = models.load("glyphs-vit")
     p = model.preprocess
     source = open_source("glyphs:1280", Geometry(p.size, p.resize, p.interpolation))
-    stream = Stream.shuffled("glyphs:1280", len(source), corruption="fog", severity=5)
+    stream = Stream.shuffled("glyphs:1280", len(source), corruption="fog", severity=5, seed=0)
     data = [batch.images for batch in batches(source, stream, p, batch_size=64)]
     for method in ("tent", "eata", "sar"):
         arguments = {"beta": 0.0} if method == "eata" else {}

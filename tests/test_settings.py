@@ -15,6 +15,7 @@ from come.bench import Bench, Plan, RunFolder, run
 from come.data import GlyphOutlierSource, GlyphSource, Stream, batches
 from come.data.streams import OUTLIER
 from come.models import Preprocess
+from come.report import findings, reading
 from come.settings import World
 
 LABELS = [i % 4 for i in range(40)]
@@ -196,14 +197,41 @@ def test_open_world_has_a_column_without_outliers(tmp_path):
     assert "fpr95" not in metrics["none"]
 
 
+def test_a_record_tells_what_the_guard_did(tmp_path):
+    """In this cell alone: the adapter is shared with the cells before it."""
+    plan = replace(
+        SMALL,
+        methods=("source", "tent:lr=0.3"),
+        objectives=("em",),
+        corruptions=("fog", "contrast"),
+        guard=True,
+        limit=None,
+    )
+    records = run(replace(plan, data="glyphs:960"), tmp_path / "run")
+    for record in records[:2]:
+        assert record.result["events"] == []
+    for record in records[2:]:
+        health = record.result["health"]
+        assert health["collapse"] == health["recovered"] >= 1
+        steps = [step for kind, step in record.result["events"] if kind == "collapse"]
+        assert len(steps) == health["collapse"]
+        assert all(0 < step < 15 for step in steps)
+    assert len(findings.recoveries(records)) == 2
+    assert "tent:lr=0.3 + em on fog (after batch" in findings.recoveries(records)[0]
+
+
 def test_scores_can_be_changed_afterwards(tmp_path):
     plan = replace(SMALL, methods=("tent",), objectives=("come",), corruptions=("contrast",))
     records = run(plan, tmp_path / "run")
     folder = RunFolder.existing(tmp_path / "run")
-    assert folder.rescored(records, "confidence") == records
+    (same,) = folder.rescored(records, "confidence")
+    assert same.result["metrics"] == records[0].result["metrics"]
     (other,) = folder.rescored(records, "energy")
     assert other.result["metrics"]["contrast"]["accuracy"] == records[0].result["metrics"]["contrast"]["accuracy"]
     assert other.result["metrics"]["contrast"]["fpr"] != records[0].result["metrics"]["contrast"]["fpr"]
+    for record in (*records, other):  # the way along the stream ends where the table says
+        (way,) = reading.read(folder, [record]).ways
+        assert way.path["fpr"][-1] == record.result["metrics"]["contrast"]["fpr"]
 
 
 def test_variants_of_a_method_and_of_an_objective(tmp_path):

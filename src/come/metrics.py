@@ -434,13 +434,17 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
     return found
 
 
-def trajectory(rows: Rows, *, batch_size: int = 64, window: int | None = None) -> dict[str, Tensor]:
+def trajectory(
+    rows: Rows, *, batch_size: int = 64, window: int | None = None, score: str = "confidence"
+) -> dict[str, Tensor]:
     """How a run went along its stream, at no more than 100 points, each behind a whole number of batches.
 
     Args:
-        rows: in the order of the stream: label, prediction, confidence, entropy, uncertainty and norm, (N,).
+        rows: in the order of the stream: label, prediction, confidence, entropy, uncertainty and norm, (N,), and the column
+            of the score.
         batch_size: samples in a batch.
         window: samples that the means look back on; by default, those since the point before.
+        score: what the FPR ranks samples by, a name in `SCORES`.
 
     Returns:
         columns of equal length, float64 but for samples; empty for an empty stream:
@@ -459,11 +463,14 @@ def trajectory(rows: Rows, *, batch_size: int = 64, window: int | None = None) -
     """
     require(batch_size >= 1, "batch_size", batch_size, "at least 1")
     require(window is None or window >= 1, "window", window, "at least 1, or None")
+    if score not in SCORES:
+        raise unknown("score", score, SCORES)
     means = ("confidence", "entropy", "uncertainty", "norm")
     columns = {name: rows[name].cpu() if rows else torch.zeros(0) for name in ("label", "prediction", *means)}
-    _alike(**columns)
-    for name in means:
-        _no_nan(columns[name], name)
+    ranked = SCORES[score](rows).cpu() if rows else torch.zeros(0)
+    _alike(**columns, score=ranked)
+    for name, values in (*((name, columns[name]) for name in means), ("score", ranked)):
+        _no_nan(values, name)
     n = len(columns["label"])
     step = batch_size * max(1, math.ceil(n / (POINTS * batch_size)))
     points: dict[str, list[float]] = {name: [] for name in ("accuracy", "fpr", *means, "dominant_share")}
@@ -472,7 +479,7 @@ def trajectory(rows: Rows, *, batch_size: int = 64, window: int | None = None) -
         label, prediction = columns["label"][:end], columns["prediction"][:end]
         recent = slice(max(0, end - window) if window else (end - 1) // step * step, end)
         points["accuracy"].append(accuracy(prediction, label) if (label >= 0).any() else 0.0)
-        points["fpr"].append(fpr(columns["confidence"][:end], (label >= 0) & (prediction == label)))
+        points["fpr"].append(fpr(ranked[:end], (label >= 0) & (prediction == label)))
         points["dominant_share"].append(dominant_share(prediction[recent]))
         for name in means:
             points[name].append(columns[name][recent].double().mean().item())

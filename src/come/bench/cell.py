@@ -168,9 +168,9 @@ def run_cell(
     }
 
 
-def _listen(method: Method) -> list[tuple[str, int]]:
-    """Collapses and recoveries from here on, as (kind, batch), once the guard has seen them; its counts begin anew."""
-    events: list[tuple[str, int]] = []
+def _listen(method: Method) -> list[list[str | int]]:
+    """Collapses and recoveries from here on, as [kind, batch], once the guard has seen them; its counts begin anew."""
+    events: list[list[str | int]] = []
     guard = method.guard
     if guard is not None:
         began = guard.steps
@@ -178,7 +178,7 @@ def _listen(method: Method) -> list[tuple[str, int]]:
 
         def note(event: Event) -> None:
             if event.kind in ("collapse", "recovered"):
-                events.append((event.kind, event.step - began))
+                events.append([event.kind, event.step - began])
 
         guard.on_event = note
     return events

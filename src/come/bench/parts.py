@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from come.bench.cell import Cell, Rows
+from come.metrics import SCORES
 
 if TYPE_CHECKING:
     from come.bench.store import Record
@@ -42,6 +43,10 @@ def check_parts(record: Record, rows: Rows) -> None:
     for found in metrics.values():
         _require(isinstance(found, dict) and all(_fits(v, NUMBER) for v in found.values()), "metrics", found)
         _require({"accuracy", "fpr", "used"} <= set(found), "metrics", found)
+    _require(record.score in SCORES, "score", record.score)
+    events = result.get("events", [])  # records from before there were any have none
+    pairs = isinstance(events, list) and all(isinstance(e, list) and len(e) == 2 for e in events)
+    _require(pairs and all(_fits(kind, str) and _fits(batch, int) for kind, batch in events), "events", events)
     _require(isinstance(around["versions"], dict) and _fits(around["device"], str), "surroundings", around)
     _require(_fits(around["threads"], int), "threads", around["threads"])
     sizes = {tuple(column.shape) for column in rows.values()}

@@ -57,6 +57,11 @@ class Record:
     sha256: str | None = None
     """Of all the rest; None in a record that was written before there were checksums."""
 
+    @property
+    def score(self) -> str:
+        """What the FPR of its metrics ranks samples by, a name in `come.metrics.SCORES`."""
+        return str(self.result.get("score", "confidence"))
+
     def digest(self) -> str:
         """What `sha256` must be."""
         text = json.dumps(asdict(replace(self, sha256=None)), sort_keys=True)
@@ -175,6 +180,7 @@ class RunFolder:
                 r,
                 result={
                     **r.result,
+                    "score": score,
                     "metrics": domain_metrics(self.rows(r.key), r.result["domains"], r.result["fresh"], score),
                 },
             )

@@ -18,7 +18,7 @@ from come.bench.store import Record, RunFolder
 from come.errors import StateError
 from come.files import replacing
 from come.report import figures as draw
-from come.report.findings import changes, collapses, extremes, headline, missing
+from come.report.findings import changes, collapses, extremes, headline, missing, recoveries
 from come.report.reading import KINDS, Piece, Reading, Way, read
 from come.report.svg import inline
 from come.report.tables import (
@@ -98,7 +98,7 @@ script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'
 <h1>{escape(title)}</h1>
 <button id="theme" type="button" hidden>Dark</button>
 <p class="about">{escape(_about(records))}</p>
-{GUIDE}
+{GUIDE.format(score=SCORE_NAMES[records[0].score])}
 <nav aria-label="Sections">{links}</nav>
 </header>
 <main>
@@ -113,8 +113,17 @@ script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'
 GUIDE = """<p>A model that was trained on clean images classifies corrupted ones and adapts to them without labels. Each
 method minimises an objective on what it sees: <b>em</b> is the entropy of the softmax, <b>come</b> that of an opinion which
 may also say “I do not know”. <b>Accuracy</b> is better when higher. <b>FPR</b> is better when lower: of the wrong
-predictions, the share that passes a threshold on the confidence which accepts 95% of the right ones. Numbers are in percent;
+predictions, the share that passes a threshold on {score} which accepts 95% of the right ones. Numbers are in percent;
 differences count from half a point on.</p>"""
+
+
+SCORE_NAMES = {
+    "confidence": "the confidence",
+    "msp": "the largest softmax probability",
+    "uncertainty": "the certainty (1 - u)",
+    "energy": "the logsumexp of the logits",
+    "entropy": "the negative entropy",
+}
 
 
 def _about(records: Sequence[Record]) -> str:
@@ -144,6 +153,8 @@ def _finding(records: Sequence[Record], pieces: Sequence[Piece]) -> str:
         if len({r.cell["seed"] for r in records}) == 1:
             parts.append('<p class="note">One seed: how much the numbers vary between runs is not known.</p>')
     parts.append(_fallen(pieces))
+    if undone := recoveries(records):
+        parts.append(f'<p class="note">The guard undid a collapse: {_listed(undone)}.</p>')
     absent = list(missing(records))
     if absent:
         parts.append(f'<p class="note">Not run yet, and shown as “·”: {_listed(absent)}.</p>')

@@ -87,8 +87,9 @@ def read(folder: RunFolder, records: Iterable[Record]) -> Reading:
             sizes = [len(part["label"]) for part in chosen]
             if not sum(sizes):
                 continue
-            whole = {column: torch.cat([part[column] for part in chosen]) for column in COLUMNS}
-            ways.append(Way(*about, name, _path(whole, cell["batch_size"]), tuple(accumulate(sizes))[:-1]))
+            whole = {column: torch.cat([part[column] for part in chosen]) for column in rows}
+            path = _path(whole, cell["batch_size"], record.score)
+            ways.append(Way(*about, name, path, tuple(accumulate(sizes))[:-1]))
             for number, part in zip(numbers, chosen, strict=True):
                 if len(part["label"]):
                     domain = record.result["domains"][number]
@@ -96,12 +97,9 @@ def read(folder: RunFolder, records: Iterable[Record]) -> Reading:
     return Reading(pieces, ways)
 
 
-COLUMNS = ("label", "prediction", "confidence", "entropy", "uncertainty", "norm")
-
-
 def _select(rows: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
     here = rows["domain"] == number
-    return {column: rows[column][here] for column in COLUMNS}
+    return {column: values[here] for column, values in rows.items()}
 
 
 def _legs(record: Record) -> Iterator[tuple[list[int], str]]:
@@ -117,9 +115,10 @@ def _legs(record: Record) -> Iterator[tuple[list[int], str]]:
         )
 
 
-def _path(rows: Mapping[str, Tensor], batch_size: int) -> dict[str, Numbers]:
+def _path(rows: Mapping[str, Tensor], batch_size: int, score: str) -> dict[str, Numbers]:
     window = max(batch_size, len(rows["label"]) // 10)
-    return {name: _numbers(column) for name, column in trajectory(rows, batch_size=batch_size, window=window).items()}
+    found = trajectory(rows, batch_size=batch_size, window=window, score=score)
+    return {name: _numbers(column) for name, column in found.items()}
 
 
 def _numbers(column: Tensor) -> Numbers:
