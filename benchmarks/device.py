@@ -51,11 +51,12 @@ def measure(
     name: str, model: torch.nn.Module, batches: list[torch.Tensor], steps: int
 ) -> tuple[float, float, float, float]:
     """Seconds for a step and megabytes, both without the guard; the ratio of times with it, and batches that it asked about."""
+    others = torch.cuda.memory_allocated() - batches[0].nbytes  # the model that is copied, and the other batches
     bare = adapter(model, name, guard=False)
     block(bare, batches, 2)
     torch.cuda.reset_peak_memory_stats()
     block(bare, batches, 1)
-    memory = torch.cuda.max_memory_allocated() / 2**20
+    memory = (torch.cuda.max_memory_allocated() - others) / 2**20
     asked: list[float] = []
     verdicts = come.Guard(on_event=lambda e: asked.append(e.details["samples"]) if "standing" in e.details else None)
     guarded = adapter(model, name, guard=verdicts)

@@ -53,6 +53,16 @@ def accuracy(record: Record) -> float:
     return statistics.fmean(100 * metrics["accuracy"] for metrics in record.result["metrics"].values())
 
 
+def onset(folder: RunFolder, record: Record, source: Record) -> int | None:
+    """The first batch from which on, over five batches, accuracy is five points below the source's; None if there is none."""
+    size = record.cell["batch_size"]
+    right = [rows["prediction"] == rows["label"] for rows in (folder.rows(record.key), folder.rows(source.key))]
+    lead = (right[0].double() - right[1].double())[: len(right[0]) // size * size].view(-1, size).mean(dim=1)
+    means = lead.unfold(0, 5, 1).mean(dim=1)
+    below = (means < -0.05).nonzero()
+    return int(below[0]) if len(below) else None
+
+
 def collapse(out: str, device: str, jobs: int) -> None:
     """A table: method, objective, guard off and on."""
     off = Plan(methods=("source", *RATES), objectives=("em", "come"), corruptions=COLLAPSING, data="glyphs:4800")
@@ -62,21 +72,20 @@ def collapse(out: str, device: str, jobs: int) -> None:
         for part in records(plans, out, device, jobs)
         for r in part
     }
-    print("| stream | method | objective | source | guard off | guard on | collapses | found at batch |")
+    folder = RunFolder(out)
+    print(
+        "| stream | method | objective | source | guard off | guard on | below from batch | collapse found at batch |"
+    )
     print("|---|---|---|---:|---:|---:|---:|---|")
     for corruption in COLLAPSING:
-        source = accuracy(found["source", "em", corruption, False])
+        nothing = found["source", "em", corruption, False]
         for method in RATES:
             for objective in ("em", "come"):
                 bare, guarded = (found[method, objective, corruption, guard] for guard in (False, True))
                 where = [step for kind, step in guarded.result["events"] if kind == "collapse"]
-                row = (
-                    corruption,
-                    method,
-                    objective,
-                    *(f"{v:.1f}" for v in (source, accuracy(bare), accuracy(guarded))),
-                )
-                print("| " + " | ".join((*row, str(len(where)), ", ".join(map(str, where)) or "-")) + " |")
+                row = (corruption, method, objective, *(f"{accuracy(r):.1f}" for r in (nothing, bare, guarded)))
+                below = onset(folder, bare, nothing)
+                print("| " + " | ".join((*row, str(below or "-"), ", ".join(map(str, where)) or "-")) + " |")
 
 
 def alarms(out: str, options: argparse.Namespace) -> None:

@@ -271,15 +271,28 @@ class Late:
         self.asked = 9
 
 
-def test_what_arrives_late_is_acted_upon_later(monkeypatch):
+@pytest.fixture
+def late(monkeypatch):
     """As on a GPU, where nothing waits for the signals."""
     send = Guard._send
 
-    def late(self, values, batch):
+    def later(self, values, batch):
         send(self, values, batch)
         self._pending[-1] = self._pending[-1]._replace(arrived=Late())
 
-    monkeypatch.setattr(Guard, "_send", late)
+    monkeypatch.setattr(Guard, "_send", later)
+
+
+@pytest.mark.usefixtures("late")
+def test_what_arrives_after_a_reset_is_still_reported():
+    adapter = come.adapt(tiny(), "tent", episodic=True)
+    for _ in range(4):
+        adapter(poisoned(math.nan))
+    assert adapter.health()["invalid_samples"] == 8
+
+
+@pytest.mark.usefixtures("late")
+def test_what_arrives_late_is_acted_upon_later():
     adapter = collapsing()
     shares = [share(adapter(x)) for x in stream(60)]
     assert sum(shares[-30:]) / 30 < 0.8
@@ -359,6 +372,10 @@ def test_scalars_for_tensorboard():
         adapter(x)
     assert ("come/entropy", 1) in Writer.seen
     assert len(Writer.seen) == 2 * len(SIGNALS)
+    adapter = come.adapt(Plain(), "tent", guard=Guard(scalars=Writer()))
+    for x in stream(12):
+        adapter(x)
+    assert ("come/standing", 10) in Writer.seen  # the first look, after five windows of two batches
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ class Guard:
         require(self.on_event is None or callable(self.on_event), "on_event", self.on_event, "a function, or None")
         self.steps = 0
         """Steps seen over the guard's life."""
+        self._pending: deque[_Sent] = deque()
         self.forget()
 
     def forget(self) -> None:
@@ -123,7 +124,7 @@ class Guard:
         """The adapted model's standing with its source when that was last asked."""
         self._usual: Tensor | None = None
         self._next_usual: Tensor | None = None
-        self._pending: deque[_Sent] = deque()
+        self._pending = deque(sent._replace(past=True) for sent in self._pending)
         self._bands = Bands(self.warmup)
         self._row, self._row_size, self._row_valid = [0.0] * len(SIGNALS), 0, 0.0
         self._windows = 0
@@ -201,6 +202,8 @@ class Guard:
             self._pending.popleft()
             ok, invalid, *rest = sent.values.tolist()
             self._report(sent.step, bool(ok), int(invalid))
+            if sent.past:
+                continue
             self._judge(sent, rest[: len(SIGNALS)], sent.batch - invalid)
             if sent.last and rest[len(SIGNALS) :]:
                 self._decide(sent.step, *rest[len(SIGNALS) :])
@@ -270,8 +273,10 @@ class Guard:
         if not samples:  # the source has no finite answer either
             return
         self.standing, self._fallen = standing, standing < COLLAPSED
-        if (suspicious and not self._fallen) or self.policy == "warn":
+        if suspicious and (not self._fallen or self.policy == "warn"):
             self._bands = Bands(self.warmup)  # it is the data that changed: learn anew what is usual
+        if self.scalars is not None:
+            self.scalars.add_scalar("come/standing", standing, step)
         details: dict[str, float | str] = {"standing": standing, "credit": credit, "spread": spread, "samples": samples}
         self._emit("collapse" if self._fallen else "healthy", step, details)
 
@@ -411,6 +416,8 @@ class _Sent(NamedTuple):
     arrived: Any
     last: bool
     """Whether nothing more is to be asked before they decide."""
+    past: bool = False
+    """Whether the method was reset since: they are reported, and say nothing about what it is now."""
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -382,15 +382,16 @@ class Method(ABC):
     @untracked()
     def reset(self) -> None:
         """Back to the state after construction: weights, moments, averages, counters."""
-        for name, p in self.parameters.items():
-            p.copy_(self.source_values[name])
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-            optim.prepare(self.optimizer)
-        self.state = self.initial_state()
-        self.count = 0
-        if self.guard is not None:
-            self.guard.forget()
+        with self._lock:
+            for name, p in self.parameters.items():
+                p.copy_(self.source_values[name])
+            if self.optimizer is not None:
+                self.optimizer.state.clear()
+                optim.prepare(self.optimizer)
+            self.state = self.initial_state()
+            self.count = 0
+            if self.guard is not None:
+                self.guard.forget()
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; waits for the device. Without a guard, the steps only."""
