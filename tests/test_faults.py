@@ -62,6 +62,12 @@ def test_a_report_says_what_it_leaves_out(ground):
         assert key not in {record.key for record in folder.records()}
     with pytest.raises(come.StateError, match=f"cannot read the rows of cell {key}: .*size or checksum"):
         folder.rows(key)
+    for damaged in out.glob("cells/*.json"):
+        damaged.write_text("{}")
+    with pytest.warns(UserWarning, match="left out") as told:
+        assert folder.records() == []
+    (warning,) = told  # not one for each
+    assert f"({len(ground.expected)} cells are left out; this is the first)" in str(warning.message)
 
 
 def test_a_copy_of_a_record_under_another_name_is_not_a_second_cell(ground):

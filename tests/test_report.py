@@ -30,8 +30,8 @@ from come.report import (
     write_figures,
     write_html,
 )
-from come.report.figures import MEASURES, costs, draw_cost, drawing, looks, new_figure
 from come.report.findings import changes, collapses, headline, missing
+from come.report.panels import MEASURES, costs, draw_cost, drawing, looks, new_figure
 from come.report.reading import read
 from come.report.tables import METRICS, Entry, Row, Table
 

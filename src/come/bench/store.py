@@ -142,14 +142,17 @@ class RunFolder:
     def records(self) -> list[Record]:
         """The records of all finished cells, those of one method and objective next to each other, in the paper's order.
 
-        A cell whose record or rows were damaged is left out, with a warning.
+        A cell whose record or rows were damaged is left out, with a warning for all of them.
         """
-        found = []
+        found, wrong = [], []
         for path in sorted(self.cells.glob("*.json")):
             try:
                 found.append(_read(path)[0])
             except StateError as error:
-                warnings.warn(f"left out: {error}", stacklevel=2)
+                wrong.append(str(error))
+        if wrong:
+            more = f" ({len(wrong)} cells are left out; this is the first)" if len(wrong) > 1 else ""
+            warnings.warn(f"left out: {wrong[0]}{more}", stacklevel=2)
         order = {name: i for i, name in enumerate(method_names())}
 
         def rank(record: Record) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from come.bench.store import Record, RunFolder
 from come.errors import StateError
 from come.files import replacing
-from come.report import figures as draw
+from come.report import panels as draw
 from come.report.findings import changes, collapses, extremes, headline, missing, recoveries
 from come.report.reading import KINDS, Piece, Reading, Way, read
 from come.report.svg import inline
