@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import come
+from come import testing
 
 NORMS = ("batch", "group", "layer", "instance", "rms", "none")
 VALUES = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1e-42, 0.0, 1e4)
@@ -64,6 +65,15 @@ class Network(nn.Module):
         return self.head(self.blocks(x).mean(dim=(2, 3)))
 
 
+class Nervous(come.Guard):
+    """Asks the source model about every batch."""
+
+    def admit(self, x):
+        if self._asking is None:
+            self._begin_to_ask(len(x))
+        return super().admit(x)
+
+
 @dataclass(frozen=True)
 class Case:
     """One model, one method, a few batches with something wrong in them."""
@@ -79,23 +89,29 @@ class Case:
     batches: tuple[tuple[int, tuple[tuple[int, float], ...]], ...]
     lr: float
     seed: int
+    nervous: bool
 
     def run(self):
         """ "refused" for a typed error, "answered" otherwise; anything that is not finite in the end is an AssertionError."""
-        model = Network(self.norms, self.width, self.classes, self.seed).to(self.dtype)
+        model, size, classes = Network(self.norms, self.width, self.classes, self.seed), self.size, self.classes
+        if "ViT" in come.methods.get(self.method).needs:
+            norms = list(testing.NORMS.values())
+            model, size, classes = testing.TinyTransformer(norms[self.size % len(norms)], self.seed), 8, testing.CLASSES
+        model = model.to(self.dtype)
         known = come.methods.get(self.method).hyperparameters()
         arguments = dict(SMALL.get(self.method, {}))
         generator = torch.Generator().manual_seed(self.seed)
         if "source" in known:
-            arguments["source"] = [torch.rand(4, 3, self.size, self.size, generator=generator).to(self.dtype)]
+            arguments["source"] = [torch.rand(4, 3, size, size, generator=generator).to(self.dtype)]
         try:
-            adapter = come.adapt(model, self.method, self.objective, lr=self.lr, **arguments)
+            guard = Nervous(samples=4) if self.nervous else True
+            adapter = come.adapt(model, self.method, self.objective, lr=self.lr, guard=guard, **arguments)
             for count, spoiled in self.batches:
-                x = torch.rand(count, 3, self.size, self.size, generator=generator)
+                x = torch.rand(count, 3, size, size, generator=generator)
                 for place, value in spoiled:
                     x[place % count].flatten()[place % x[0].numel()] = value
                 step = adapter.step(self.laid_out(x.to(self.dtype)))
-                assert step.logits.shape == (count, self.classes)
+                assert step.logits.shape == (count, classes)
                 assert step.logits.isfinite().all(), "logits that are not finite"
                 assert step.valid is None or step.valid.shape == (count,)
         except come.ComeError:
@@ -132,4 +148,5 @@ def cases(draw):
         batches=tuple(batch() for _ in range(draw(st.integers(1, 3)))),
         lr=draw(st.sampled_from([1e-3, 1.0, 1e3, 1e30])),
         seed=draw(st.integers(0, 5)),
+        nervous=draw(st.booleans()),
     )
