@@ -323,6 +323,17 @@ def test_the_source_is_asked_about_few_samples():
     assert [size for size in asked if size] == [32] * 4  # after 5, 10, 20 and 40 batches
 
 
+def test_what_all_samples_share_is_not_cut_with_them():
+    class Masked(Plain):
+        def forward(self, x, mask):
+            return super().forward(x) * mask[:KINDS]
+
+    adapter = come.adapt(Masked(), "tent", "come", lr=1e-4)
+    for x in torch.cat(stream(44)).split(128):
+        adapter((x, torch.ones(50)))
+    assert adapter.guard.counters["healthy"] == 2
+
+
 def test_methods_that_cannot_change_are_not_compared_with_themselves():
     adapter = come.adapt(Plain(), "source")
     calls = []
@@ -341,6 +352,7 @@ def test_events_are_logged_with_their_details(caplog):
         adapter(poisoned(math.nan))
     (record,) = caplog.records
     assert record.come == {"kind": "invalid_samples", "step": 0, "details": {"samples": 2.0}}
+    assert record.getMessage() == "invalid_samples at step 0: samples 2"
 
 
 def test_a_callback_that_fails_stops_nothing(caplog):

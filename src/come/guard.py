@@ -325,7 +325,8 @@ class Guard:
             self._count(kind, 1)
         event = Event(kind, step, dict(details))
         level = logging.INFO if kind in ("healthy", "snapshot") else logging.WARNING
-        log.log(level, "%s at step %d %s", kind, step, event.details, extra={"come": event._asdict()})
+        words = ", ".join(f"{k} {v if isinstance(v, str) else f'{v:.3g}'}" for k, v in details.items())
+        log.log(level, "%s at step %d%s", kind, step, f": {words}" if words else "", extra={"come": event._asdict()})
         if self.on_event is not None:
             try:
                 self.on_event(event)

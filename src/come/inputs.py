@@ -62,13 +62,14 @@ def image_of(x: Input, who: str) -> Tensor:
 
 
 def with_image(x: Input, images: Tensor) -> Input:
-    """The batch `x` with other images, (V * B, C, H, W) for any V; what else is in the batch is repeated V times."""
+    """The batch `x` with other images, (V * B, C, H, W) for any V; what else has an entry per sample is repeated V times."""
     if isinstance(x, Tensor):
         return images
-    times = images.shape[0] // batch_size(x)
+    size = batch_size(x)
+    times = images.shape[0] // size
 
     def other(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.ndim >= 1):
+        if not (isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size):
             return value
         if value.is_floating_point() and value.ndim == 4:
             return images
@@ -80,15 +81,17 @@ def with_image(x: Input, images: Tensor) -> Input:
 
 
 def take(x: Input, chosen: slice) -> Input:
-    """Some samples of a batch.
+    """Some samples of a batch; what has no entry per sample, such as a mask for all of them, stays as it is.
 
     Example:
-        >>> take({"pixel_values": torch.zeros(4, 3)}, slice(0, 1))["pixel_values"].shape
-        torch.Size([1, 3])
+        >>> some = take({"pixel_values": torch.zeros(4, 3), "heads": torch.ones(12)}, slice(0, 1))
+        >>> some["pixel_values"].shape, some["heads"].shape
+        (torch.Size([1, 3]), torch.Size([12]))
     """
+    size = batch_size(x)
 
     def part(value: Any) -> Any:
-        return value[chosen] if isinstance(value, Tensor) and value.ndim >= 1 else value
+        return value[chosen] if isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size else value
 
     if isinstance(x, Tensor):
         return x[chosen]
