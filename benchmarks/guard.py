@@ -85,7 +85,11 @@ def collapse(out: str, device: str, jobs: int) -> None:
                 where = [step for kind, step in guarded.result["events"] if kind == "collapse"]
                 row = (corruption, method, objective, *(f"{accuracy(r):.1f}" for r in (nothing, bare, guarded)))
                 below = onset(folder, bare, nothing)
-                print("| " + " | ".join((*row, str(below or "-"), ", ".join(map(str, where)) or "-")) + " |")
+                print(
+                    "| "
+                    + " | ".join((*row, "-" if below is None else str(below), ", ".join(map(str, where)) or "-"))
+                    + " |"
+                )
 
 
 def alarms(out: str, options: argparse.Namespace) -> None:
@@ -113,7 +117,7 @@ def alarms(out: str, options: argparse.Namespace) -> None:
             count["batches"] += guarded.result["samples"] // cell["batch_size"]
             count["suspicious"] += int(health["suspicious"])
             count[f"recovered {setting}"] += int(health["recovered"])
-            count["same"] += accuracy(bare) == accuracy(guarded)
+            count["same"] += bare.result["metrics"] == guarded.result["metrics"]
             count["worse"] += accuracy(guarded) < accuracy(bare) - 0.05
             count["better"] += accuracy(guarded) > accuracy(bare) + 0.05
     columns = (

@@ -5,7 +5,6 @@ The strategies are those of `benchmarks/fuzz_files.py`, which runs many more cas
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import struct
@@ -13,7 +12,6 @@ import sys
 import warnings
 import zlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -29,21 +27,11 @@ from come.cli.bench import read_plan
 from come.data import Geometry, Stream, batches, open_source, sources
 from come.models import Preprocess
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "fuzz_files.py"
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import fuzz_files as fuzz
+
 SMALL = Geometry(size=32, resize=36)
 
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz_files", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz_files"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz = _script()
 
 CASES = {"report page": 3, "report": 40, "compare": 40, "checkpoint": 80, "saved state": 80}
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from come.method import Method
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
-LOW, HIGH = {"entropy", "uncertainty"}, {"share", "norm"}  # on which side of the band a collapse lies
+LOW = {"entropy", "uncertainty"}
+"""A collapse lies below the band of these, and above that of the others."""
 FIRST = 3
 """Rows that the middle of a band comes from: the weights have hardly moved by then."""
 
@@ -38,7 +39,6 @@ def measure(method: Method, logits: Tensor, usable: Tensor) -> Tensor:
     """The five signals of a batch, (5,) float64, on the device."""
     z = exact(logits)
     count = usable.sum().clamp_min(1)
-    votes = torch.zeros(z.shape[1], device=z.device).index_add_(0, z.argmax(dim=1), usable.float())
     mass = method.objective.log_mass(z)  # once for entropy and u
     entropy = -(mass.exp() * mass).sum(dim=1)
     doubt = mass[:, -1].exp() if mass.shape[1] > z.shape[1] else 1 - mass.amax(dim=1).exp()
@@ -51,7 +51,13 @@ def measure(method: Method, logits: Tensor, usable: Tensor) -> Tensor:
         distance = torch.linalg.vector_norm(together(moved))
     else:
         distance = torch.zeros((), device=z.device)
-    return torch.stack([v.double() for v in (votes.max() / count, *means, distance)])
+    return torch.stack([v.double() for v in (_votes(z, usable).max() / count, *means, distance)])
+
+
+def _votes(logits: Tensor, usable: Tensor) -> Tensor:
+    """How many of the `usable` samples (B,) name each class, (B, K) -> (K,) float64."""
+    counts = usable.double()
+    return counts.new_zeros(logits.shape[1]).index_add_(0, logits.argmax(dim=1), counts)
 
 
 class Bands:
@@ -116,11 +122,9 @@ class Comparison:
         """Take in logits (B, K) of both; only `usable` samples (B,) count, if the source has an answer for them."""
         usable = usable & source.isfinite().all(dim=1)
         q = torch.where(usable[:, None], exact(source).softmax(dim=1), 0).double()
-        labels = [exact(z).argmax(dim=1) for z in (logits, source)]
-        counts = usable.double()
-        votes = [counts.new_zeros(q.shape[1]).index_add_(0, label, counts) for label in labels]
-        given = [q.gather(1, label[:, None]).sum() for label in labels]
-        new = torch.cat([*votes, torch.stack([*given, counts.sum()])])
+        both = exact(logits), exact(source)
+        given = [q.gather(1, z.argmax(dim=1, keepdim=True)).sum() for z in both]
+        new = torch.cat([*(_votes(z, usable) for z in both), torch.stack([*given, usable.sum().double()])])
         self.sums = new if self.sums is None else self.sums.to(new) + new
 
     def result(self) -> Tensor:

@@ -164,12 +164,13 @@ def collapses(pieces: Sequence[Piece]) -> list[str]:
 def recoveries(records: Sequence[Record]) -> list[str]:
     """What the guard undid: which cells, and behind which batches."""
     found = []
+    several = len({r.cell["seed"] for r in records}) > 1
     for record in records:
         batches = [str(batch) for kind, batch in record.result.get("events", ()) if kind == "recovered"]
         if batches:
             domains = record.result["domains"]
             where = domains[0] if len(domains) == 1 else f"{domains[0]} to {domains[-1]}"
-            seed = f", seed {record.cell['seed']}" if len({r.cell["seed"] for r in records}) > 1 else ""
+            seed = f", seed {record.cell['seed']}" if several else ""
             found.append(f"{' + '.join(pair_of(record))} on {where}{seed} (after batch {', '.join(batches)})")
     return found
 
