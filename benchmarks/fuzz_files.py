@@ -174,7 +174,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def _good_options(draw: st.DrawFn) -> dict[str, Any]:
-    """What is a plan, but for names that only the model and the data know; hyper-parameters are not looked at until then."""
+    """What is a plan, but for names that only the model and the data know; hyperparameters are not looked at until then."""
     keys = draw(st.lists(st.sampled_from(sorted(GOOD)), max_size=4, unique=True))
     found = {key: draw(GOOD[key]) for key in keys if key != "data" or "setting" not in keys}
     return {**found, "methods": ["tent"], "set": {"tent": {"lr": draw(leaves)}}} if draw(st.booleans()) else found

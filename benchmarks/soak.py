@@ -45,8 +45,8 @@ def soak(method: str, steps: int, results: multiprocessing.Queue) -> None:
     arguments = dict(SMALL.get(method, {}))
     if "source" in chosen.hyperparameters():
         arguments["source"] = batches(2, seed=9)
-    if "normalisation" in chosen.hyperparameters():
-        arguments["normalisation"] = ((0.45,), (0.07,))
+    if "normalization" in chosen.hyperparameters():
+        arguments["normalization"] = ((0.45,), (0.07,))
     adapter = come.adapt(model, method, "come", lr=1e-4, **arguments)
     data = batches(50, size=4)
     for i in range(0, 50, 10):

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 
 class Build:
-    """Puts a method around a tiny model as a user would, with source batches and the normalisation where it takes them."""
+    """Puts a method around a tiny model as a user would, with source batches and the normalization where it takes them."""
 
     # What keeps the suite short; the code paths are those of the defaults.
     SMALL: ClassVar = {
@@ -34,9 +34,9 @@ class Build:
             named = hasattr(model, "inner")  # testing._Named
             source = [x.to(like) for x in testing.batches(2, seed=9)]
             arguments["source"] = [{"pixel_values": x} for x in source] if named else source
-        if "normalisation" in known:
-            arguments["normalisation"] = ((0.45,), (0.07,))  # testing.batches() are no images in [0, 1], but normalised
-        return come.adapt(model, method, objective, **(arguments | more))
+        if "normalization" in known:
+            arguments["normalization"] = ((0.45,), (0.07,))  # testing.batches() are no images in [0, 1], but normalized
+        return come.adapt(model, method, objective=objective, **(arguments | more))
 
     @staticmethod
     def model(method):

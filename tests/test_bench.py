@@ -173,7 +173,7 @@ def test_class_counts_that_do_not_fit_are_both_named():
         ({"setting": "standart"}, "did you mean 'standard'"),
         ({"batch_size": 0}, "batch-size is 0; it must be at least 1"),
         ({"limit": 0}, "limit is 0"),
-        ({"hyper": {"tent": {"lrr": 1}}}, "no hyper-parameter of tent 'lrr'; did you mean 'lr'"),
+        ({"hyper": {"tent": {"lrr": 1}}}, "no hyperparameter of tent 'lrr'; did you mean 'lr'"),
         ({"hyper": {"eata": {"lr": 1}}}, "no method in this run 'eata'"),
     ],
 )

@@ -183,7 +183,7 @@ def photos(tmp_path):
         (["--set", "tent.lr=-1"], "lr is -1; it must be a positive number"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--device", "tpu"], "device 'tpu' cannot be used here"),
-        (["--normalisation", "imagnet"], "did you mean 'imagenet'"),
+        (["--normalization", "imagnet"], "did you mean 'imagenet'"),
         (["--on-bad-image", "ignore"], "no value of --on-bad-image 'ignore'"),
         (["--data", "folder:{0}/nowhere"], "nowhere does not exist; give the folder"),
         (["--data", "folder:{0}/empty"], "empty has no subfolders"),

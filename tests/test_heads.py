@@ -1,4 +1,4 @@
-"""The classifier head of the libraries' models, images behind normalised tensors, and BatchNorm on other statistics."""
+"""The classifier head of the libraries' models, images behind normalized tensors, and BatchNorm on other statistics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import come
-from come.batchnorm import batch_norms, batch_statistics, by_group, by_selection, mixed, normalised_by
+from come.batchnorm import batch_norms, batch_statistics, by_group, by_selection, mixed, normalized_by
 from come.heads import Head
-from come.images import Normalisation
+from come.images import Normalization
 from come.inputs import image_of, take, with_image
 
 
@@ -83,26 +83,26 @@ def test_timm_model_without_a_classifier():
 # ---- images ----
 
 
-def test_normalisation_there_and_back():
-    n = Normalisation.of(((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+def test_normalization_there_and_back():
+    n = Normalization.of(((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     images = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     torch.testing.assert_close(n.images(n.inputs(images)), images)
     n.check(n.inputs(images), "x")
-    assert Normalisation.of(n) is n
-    assert torch.equal(Normalisation.of(None).images(images), images)
+    assert Normalization.of(n) is n
+    assert torch.equal(Normalization.of(None).images(images), images)
 
 
-def test_normalisation_with_other_channels():
-    n = Normalisation.of(((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+def test_normalization_with_other_channels():
+    n = Normalization.of(((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
     with pytest.raises(come.InputError, match="3 means and 3 deviations, the input 1 channels"):
         n.images(torch.rand(2, 1, 4, 4))
-    assert Normalisation.of(((0.5,), (0.5,))).images(torch.zeros(2, 5, 4, 4)).unique().tolist() == [0.5]
+    assert Normalization.of(((0.5,), (0.5,))).images(torch.zeros(2, 5, 4, 4)).unique().tolist() == [0.5]
 
 
 @pytest.mark.parametrize("bad", [1.0, ((0.5,),), ((), ()), ((0.5,), (-1.0,)), ((float("nan"),), (1.0,)), "model"])
-def test_bad_normalisations(bad):
-    with pytest.raises(come.ConfigError, match="normalisation is"):
-        Normalisation.of(bad)
+def test_bad_normalizations(bad):
+    with pytest.raises(come.ConfigError, match="normalization is"):
+        Normalization.of(bad)
 
 
 def test_images_in_a_batch_and_others_in_their_place():
@@ -133,33 +133,33 @@ def model():
     return net.eval()
 
 
-def test_groups_are_normalised_as_if_they_came_alone(model):
+def test_groups_are_normalized_as_if_they_came_alone(model):
     x, layers = torch.rand(12, 3, 8, 8), batch_norms(model)
-    with normalised_by(layers, by_group(3)):
+    with normalized_by(layers, by_group(3)):
         together = model(x)
     with batch_statistics(layers, 4):
         alone = torch.cat([model(part) for part in x.split(4)])
     torch.testing.assert_close(together, alone)
 
 
-def test_a_selection_is_normalised_as_if_the_others_were_not_there(model):
+def test_a_selection_is_normalized_as_if_the_others_were_not_there(model):
     x, layers = torch.rand(12, 3, 8, 8), batch_norms(model)
     used = torch.arange(12) % 3 != 0
-    with normalised_by(layers, by_selection(used)):
+    with normalized_by(layers, by_selection(used)):
         masked = model(x)[used]
     with batch_statistics(layers, 8):
         torch.testing.assert_close(masked, model(x[used]))
-    with normalised_by(layers, by_selection(torch.zeros(12, dtype=torch.bool))):
+    with normalized_by(layers, by_selection(torch.zeros(12, dtype=torch.bool))):
         assert model(x).isfinite().all()
 
 
 def test_mixed_statistics_and_what_is_kept_of_them(model):
     x, layers = torch.rand(12, 3, 8, 8), batch_norms(model)
     old = [(layer.running_mean.clone(), layer.running_var.clone()) for layer in layers]
-    with normalised_by(layers, mixed(old, 0.0, 0)):
+    with normalized_by(layers, mixed(old, 0.0, 0)):
         torch.testing.assert_close(model(x), model.eval()(x))
     new = list(old)
-    with normalised_by(layers, mixed(old, 1.0, 0, new)), torch.no_grad():
+    with normalized_by(layers, mixed(old, 1.0, 0, new)), torch.no_grad():
         all_own = model(x)
     with batch_statistics(layers, 12):
         torch.testing.assert_close(all_own, model(x))
@@ -173,7 +173,7 @@ def test_mixed_statistics_and_what_is_kept_of_them(model):
 def test_statistics_come_back_after_an_error(model):
     layers = batch_norms(model)
     before = [layer.running_mean for layer in layers]
-    with pytest.raises(RuntimeError), normalised_by(layers, by_group(5)):
+    with pytest.raises(RuntimeError), normalized_by(layers, by_group(5)):
         model(torch.rand(12, 3, 8, 8))
     assert all(layer.running_mean is mean for layer, mean in zip(layers, before, strict=True))
     assert not any(layer._forward_pre_hooks for layer in layers)

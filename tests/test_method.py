@@ -28,8 +28,8 @@ def tiny(norm="layer"):
         (lambda m: come.adapt(m, "tnet"), "no method 'tnet'; did you mean 'tent'"),
         (lambda m: come.adapt(m, 7), "method is 7; give a name"),
         (lambda m: come.adapt(m, "tent", "cmoe"), "no objective 'cmoe'; did you mean 'come'"),
-        (lambda m: come.adapt(m, "tent", learning_rate=1), "no hyper-parameter of tent 'learning_rate'"),
-        (lambda m: come.adapt(m, "sar", roh=0.1), "no hyper-parameter of sar 'roh'; did you mean 'rho'"),
+        (lambda m: come.adapt(m, "tent", learning_rate=1), "no hyperparameter of tent 'learning_rate'"),
+        (lambda m: come.adapt(m, "sar", roh=0.1), "no hyperparameter of sar 'roh'; did you mean 'rho'"),
         (lambda m: come.adapt(m, "tent", lr=-1e-3), "lr is -0.001; it must be a positive number"),
         (lambda m: come.adapt(m, "tent", lr=float("nan")), "lr is nan"),
         (lambda m: come.adapt(m, "tent", steps=0), "steps is 0; it must be a whole number, at least 1"),
@@ -65,7 +65,7 @@ def test_bad_configuration_leaves_the_model_as_it_was(make, message):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Linear(4, 3), "tent has nothing to adapt: .* finds no parameter in Linear. It needs normalisation layers"),
+        (nn.Linear(4, 3), "tent has nothing to adapt: .* finds no parameter in Linear. It needs normalization layers"),
         (nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3, elementwise_affine=False)), "nothing to adapt"),
         (lambda x: x, "the model is a function; come adapts a torch.nn.Module"),
     ],
@@ -354,10 +354,10 @@ def test_hyperparameters_are_the_constructor():
     assert {"lr", "steps", "objective", "episodic"} <= set(Tent.hyperparameters())
 
 
-# ---- optimisers ----
+# ---- optimizers ----
 
 
-def test_an_optimiser_without_a_device_side_switch_also_stands_still():
+def test_an_optimizer_without_a_device_side_switch_also_stands_still():
     model = tiny()
     method = come.adapt(model, "sar", "em", lr=0.1, optimizer=lambda ps, lr: torch.optim.RMSprop(list(ps), lr=lr))
     testing.METHOD_CHECKS["empty_selection_moves_nothing"](lambda _: method, model)

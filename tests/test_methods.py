@@ -211,7 +211,7 @@ def test_your_own_method_registers_by_name():
 
 # ---- the others of the paper, and beyond it ----
 
-IMAGES = ((0.45,), (0.07,))  # as if batches() were normalised images
+IMAGES = ((0.45,), (0.07,))  # as if batches() were normalized images
 
 
 def test_pl_trains_on_confident_samples_only():
@@ -254,7 +254,7 @@ def test_lame_makes_neighbours_agree():
 
 
 def test_tea_dreams_stay_in_the_buffer_and_the_buffer_where_it_was_put():
-    method = come.adapt(tiny(), "tea", normalisation=IMAGES, dreams=2, buffer=30, buffer_device="cpu")
+    method = come.adapt(tiny(), "tea", normalization=IMAGES, dreams=2, buffer=30, buffer_device="cpu")
     x = batches(1)[0]
     method(x)
     first = method.state["buffer"].clone()
@@ -268,7 +268,7 @@ def test_tea_dreams_stay_in_the_buffer_and_the_buffer_where_it_was_put():
 
 
 def test_tea_lowers_the_energy_of_the_data_against_its_dreams():
-    method = come.adapt(tiny(), "tea", normalisation=IMAGES, dreams=2, buffer=30, lr=0.05)
+    method = come.adapt(tiny(), "tea", normalization=IMAGES, dreams=2, buffer=30, lr=0.05)
     x = batches(1)[0]
     energies = [method.step(x).loss.mean().item() for _ in range(8)]
     assert energies[-1] < energies[0]
@@ -349,9 +349,9 @@ def test_cotta_views_only_where_the_source_is_unsure():
         return images
 
     x = batches(1)[0]
-    come.adapt(tiny(), "cotta", normalisation=IMAGES, views=5, augment=augment, confident=0.0)(x)
+    come.adapt(tiny(), "cotta", normalization=IMAGES, views=5, augment=augment, confident=0.0)(x)
     assert not views
-    come.adapt(tiny(), "cotta", normalisation=IMAGES, views=5, augment=augment, confident=1.0, chunk=24)(x)
+    come.adapt(tiny(), "cotta", normalization=IMAGES, views=5, augment=augment, confident=1.0, chunk=24)(x)
     assert views == [(2, 12), (2, 12), (1, 12)]
 
 
@@ -363,7 +363,7 @@ def test_cotta_chunks_do_not_matter(norm):
 
         number = iter(range(100))
         method = come.adapt(
-            tiny(norm), "cotta", normalisation=IMAGES, views=6, augment=augment, confident=1.0, chunk=chunk
+            tiny(norm), "cotta", normalization=IMAGES, views=6, augment=augment, confident=1.0, chunk=chunk
         )
         return method(batches(1)[0])
 
@@ -382,8 +382,8 @@ def test_cotta_restores_a_share_of_the_student():
 @pytest.mark.parametrize("norm", NORMS)
 def test_memo_takes_each_image_by_itself(norm):
     x = batches(1)[0]
-    together = come.adapt(tiny(norm), "memo", normalisation=IMAGES, views=3, augment=lambda v, g: v)(x)
-    method = come.adapt(tiny(norm), "memo", normalisation=IMAGES, views=3, augment=lambda v, g: v)
+    together = come.adapt(tiny(norm), "memo", normalization=IMAGES, views=3, augment=lambda v, g: v)(x)
+    method = come.adapt(tiny(norm), "memo", normalization=IMAGES, views=3, augment=lambda v, g: v)
     alone = torch.cat([method(image[None]) for image in x])
     torch.testing.assert_close(together, alone)
 
@@ -407,7 +407,7 @@ def test_deyo_shuffles_patches_and_keeps_pixels():
 
 
 def test_rotta_memory_is_bounded_and_balanced():
-    method = come.adapt(tiny("batch"), "rotta", normalisation=IMAGES, capacity=10, every=12)
+    method = come.adapt(tiny("batch"), "rotta", normalization=IMAGES, capacity=10, every=12)
     running = [layer.running_mean.clone() for layer in method.batch_norms]
     for x in batches(6):
         method(x)
@@ -423,7 +423,7 @@ def test_rotta_memory_is_bounded_and_balanced():
 
 
 def test_rotta_answers_with_the_teacher():
-    method = come.adapt(tiny(), "rotta", normalisation=IMAGES, capacity=12, every=12, nu=0.0, lr=0.1)
+    method = come.adapt(tiny(), "rotta", normalization=IMAGES, capacity=12, every=12, nu=0.0, lr=0.1)
     x = batches(1)[0]
     with torch.no_grad():
         expected = tiny().eval()(x)
@@ -479,7 +479,7 @@ def test_rdumb_is_eta_and_resets_by_itself():
         ("foa", {}, "pass source="),
         ("cotta", {"views": -1}, "views is -1"),
         ("cotta", {"restore": 2.0}, "restore is 2.0"),
-        ("cotta", {"normalisation": ((0.5,), (0.0,))}, "give \\(mean, std\\)"),
+        ("cotta", {"normalization": ((0.5,), (0.0,))}, "give \\(mean, std\\)"),
         ("rotta", {"capacity": 0}, "capacity is 0"),
         ("roid", {"temperature": 0}, "temperature is 0"),
         ("deyo", {"patches": 1}, "patches is 1"),
@@ -493,10 +493,10 @@ def test_arguments_out_of_range_are_named(method, arguments, words):
 
 
 @pytest.mark.parametrize("method", ["tea", "memo", "cotta", "rotta", "roid"])
-def test_images_outside_the_normalisation_are_refused(method, build):
-    adapter = build(tiny(), method, normalisation=None)
+def test_images_outside_the_normalization_are_refused(method, build):
+    adapter = build(tiny(), method, normalization=None)
     before = adapter.state_dict()
-    with pytest.raises(come.InputError, match=r"needs images in \[0, 1\].*ranges from .* pass normalisation="):
+    with pytest.raises(come.InputError, match=r"needs images in \[0, 1\].*ranges from .* pass normalization="):
         adapter(batches(1)[0])
     after = adapter.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)

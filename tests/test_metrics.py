@@ -200,7 +200,7 @@ def test_nll_and_brier_against_an_oracle(dtype):
     assert loss.dtype == score.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert labelled_mean(loss, label) == pytest.approx(log_loss(label.numpy(), p, labels=range(7)), abs=atol)
     np.testing.assert_allclose(score, ((p - np.eye(7)[label]) ** 2).sum(axis=1), atol=atol)
-    log_p = logits.double().log_softmax(dim=1)  # normalised already: nothing changes
+    log_p = logits.double().log_softmax(dim=1)  # normalized already: nothing changes
     torch.testing.assert_close(nll(log_p, label).to(loss), loss, rtol=0, atol=1e-5)
     outliers = torch.where(torch.arange(200) % 2 == 0, -1, label)
     assert (nll(logits, outliers)[::2] == 0).all()

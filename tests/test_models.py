@@ -33,13 +33,13 @@ def test_the_two_embedded_models_stand_for_the_two_families():
     assert "for BatchNorm models" in repr(come.adapt(resnet, "tent"))
 
 
-def test_normalisations():
+def test_normalizations():
     images = torch.full((1, 3, 32, 32), 128, dtype=torch.uint8)
-    half = models.load("glyphs-vit", normalisation="half").preprocess
+    half = models.load("glyphs-vit", normalization="half").preprocess
     assert half.mean == (0.5, 0.5, 0.5)
     assert half(images).abs().max() < 0.01
     with pytest.raises(come.ConfigError, match="did you mean 'imagenet'"):
-        models.load("glyphs-vit", normalisation="imagnet")
+        models.load("glyphs-vit", normalization="imagnet")
 
 
 def test_timm_with_a_checkpoint(tmp_path):

@@ -274,7 +274,7 @@ def test_configurations_are_not_mixed(tmp_path, other, message):
 def test_two_hyper_parameters_of_one_method_are_not_mixed(tmp_path):
     folder = RunFolder(tmp_path)
     records = [add(folder, "tent", "em", hyper={"lr": lr}) for lr in (0.1, 0.2)]
-    with pytest.raises(InputError, match=r"tent \+ em ran with hyper-parameters \{'lr': 0.1\} and with"):
+    with pytest.raises(InputError, match=r"tent \+ em ran with hyperparameters \{'lr': 0.1\} and with"):
         results_table(records)
 
 
@@ -292,7 +292,7 @@ def test_the_finding_says_who_wins_and_who_loses(tmp_path):
         add(folder, method, objective, right=right)
     text = headline(folder.records())
     assert (
-        "With COME in place of entropy minimisation (em), accuracy is better for 1 of 2 methods and worse for 1" in text
+        "With COME in place of entropy minimization (em), accuracy is better for 1 of 2 methods and worse for 1" in text
     )
     first, second = changes(folder.records(), "accuracy")
     assert (first.method, first.verdict, second.method, second.verdict) == ("tent", "better", "sar", "worse")
@@ -450,7 +450,7 @@ def test_the_page_needs_nothing_else(page):
 
 def test_the_page_holds_what_was_asked_for(page, run):
     found = Page(page)
-    for words in ("With COME in place of entropy minimisation (em)", "Improve", "Mean and standard deviation over seeds",
+    for words in ("With COME in place of entropy minimization (em)", "Improve", "Mean and standard deviation over seeds",
                   "come bench --out 'a b'", "cpu: test, 1 threads", "python 3.11", "learning rates", "seeds 0, 1"):  # fmt: skip
         assert words in found.text, words
     links = {a["href"] for tag, a in found.tags if tag == "a"}

@@ -110,12 +110,12 @@ def test_norms_of_other_libraries():
 
 
 def test_a_wrapper_around_a_model_is_no_block():
-    class Normalise(nn.Module):
+    class Normalize(nn.Module):
         def forward(self, x):
             return x - 0.5
 
     inner = timm_model("resnet18")
-    wrapped = norm_affine(skip_last=0.25)(nn.Sequential(Normalise(), inner))
+    wrapped = norm_affine(skip_last=0.25)(nn.Sequential(Normalize(), inner))
     assert list(wrapped) == [f"1.{key}" for key in norm_affine(skip_last=0.25)(inner)]
 
 

@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path):
         ({"objectives": ("come:tua=1",)}, "did you mean 'tau'"),
         ({"objectives": ("come:tau=-1",)}, "tau is -1"),
         ({"objectives": ("come:tau=fast",)}, "wrong type"),
-        ({"methods": ("tent:seed=1",)}, "no hyper-parameter of tent 'seed'"),
+        ({"methods": ("tent:seed=1",)}, "no hyperparameter of tent 'seed'"),
         ({"corruptions": ()}, "corruptions is"),
     ],
 )

@@ -5,7 +5,7 @@
     python training/train_glyphs.py --model vit --device cpu --epochs 1 --train-size 2000 --out smoke
 
 Writes ``OUT/glyphs_<model>.safetensors`` (half precision; one-dimensional tensors stay in single precision)
-and ``OUT/glyphs_<model>.json`` (how to build the model, how to normalise, what it reaches). The images
+and ``OUT/glyphs_<model>.json`` (how to build the model, how to normalize, what it reaches). The images
 are drawn once, by several processes, and live on the device; the augmentation is a shift and a mild change of
 colour, none of the benchmark's corruptions. Needs torch, timm, Pillow and matplotlib's fonts (``--fonts``).
 """
@@ -83,7 +83,7 @@ def render(data: Glyphs, workers: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(images), torch.from_numpy(np.concatenate([part[1] for part in parts]))
 
 
-def normalise(images: Tensor) -> Tensor:
+def normalize(images: Tensor) -> Tensor:
     """uint8 or [0, 1] images (B, 3, 32, 32) as the models want them."""
     mean = torch.tensor(MEAN, device=images.device).view(1, 3, 1, 1)
     std = torch.tensor(STD, device=images.device).view(1, 3, 1, 1)
@@ -111,7 +111,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 2000
     model.eval()
     right = 0
     for start in range(0, len(images), batch):
-        logits = model(normalise(images[start : start + batch]))
+        logits = model(normalize(images[start : start + batch]))
         right += int((logits.argmax(1) == labels[start : start + batch]).sum())
     return right / len(images)
 
@@ -176,7 +176,7 @@ def train(options: argparse.Namespace) -> None:
     wide = [p for p in model.parameters() if p.ndim > 1]
     narrow = [p for p in model.parameters() if p.ndim <= 1]
     rate = options.rate or RATES[options.model]
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [{"params": wide, "weight_decay": DECAY[options.model]}, {"params": narrow, "weight_decay": 0.0}],
         lr=rate,
         betas=(0.9, 0.98),
@@ -194,16 +194,16 @@ def train(options: argparse.Namespace) -> None:
         order = torch.randperm(len(images), device=device)
         right, losses = torch.zeros((), device=device), torch.zeros((), device=device)
         for chosen in torch.split(order[: steps_each * options.batch], options.batch):
-            for group in optimiser.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = rate * schedule(step, warm, steps)
-            inputs, targets = normalise(augment(drawn[chosen])), labels[chosen]
+            inputs, targets = normalize(augment(drawn[chosen])), labels[chosen]
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
                 logits = model(inputs)
             loss = functional.cross_entropy(logits.float(), targets, label_smoothing=options.smoothing)
-            optimiser.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
+            optimizer.step()
             step += 1
             follower.step(min(options.ema, step / (step + 10)))
             right += (logits.argmax(1) == targets).sum()

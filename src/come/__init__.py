@@ -6,11 +6,12 @@
 >>> logits = classifier(torch.randn(8, 4))  # predicts, and has adapted
 >>> classifier.uncertainty(logits).shape
 torch.Size([8])
->>> classifier.close()  # the model is as it was
+>>> classifier.predict(torch.randn(8, 4)).shape  # without adapting
+torch.Size([8, 3])
 """
 
-from come import methods, objectives, optim, select, theory
-from come.adapting import adapt
+from come import callbacks, methods, objectives, optim, select, theory
+from come.adapter import Adapter, adapt
 from come.errors import ClosedError, CollapseError, ComeError, ConfigError, InputError, ModelError, StateError
 from come.guard import Event, Guard
 from come.method import Method, Step
@@ -18,6 +19,7 @@ from come.objectives import Objective, Opinion, Softmax
 from come.version import __version__
 
 __all__ = [
+    "Adapter",
     "ClosedError",
     "CollapseError",
     "ComeError",
@@ -34,6 +36,7 @@ __all__ = [
     "Step",
     "__version__",
     "adapt",
+    "callbacks",
     "methods",
     "objectives",
     "optim",

@@ -1,10 +1,16 @@
-"""BatchNorm on other statistics than its own, inside one model and only while it runs."""
+"""Which mean and variance BatchNorm layers normalize by, for one call of a model.
+
+`statistics` of a call is one of
+
+    None        the running statistics of the source model, as in evaluation mode
+    "batch"     the statistics of the batch, as published TTA methods do
+    a function  (layer, input) -> mean and variance that broadcast to the input: `mixed`, `by_group`, `by_selection`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +18,19 @@ from torch import Tensor, nn
 from come.errors import InputError
 from come.inputs import exact
 from come.select import BATCH_NORMS
+
+
+class Layer(NamedTuple):
+    """A BatchNorm layer, its number in the model, and the running statistics of the source (None if it keeps none)."""
+
+    module: nn.BatchNorm2d
+    number: int
+    mean: Tensor | None
+    var: Tensor | None
+
+
+Estimate = Callable[[Layer, Tensor], tuple[Tensor, Tensor]]
+Statistics = Estimate | Literal["batch"] | None
 
 
 def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
@@ -25,170 +44,144 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     return [cast(nn.BatchNorm2d, module) for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
-@contextmanager
-def batch_statistics(layers: Sequence[nn.BatchNorm2d], batch: int) -> Iterator[None]:
-    """Within the block `layers` normalise by the statistics of the batch and keep no running ones.
+def normalizing(layer: Layer, estimate: Estimate) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+    """A forward pre-hook that normalizes the input; the layer itself then needs a mean of 0 and a variance of 1 - eps.
 
-    The running statistics are put aside, not changed: torch's BatchNorm (and its subclasses) then normalises by the batch
-    in evaluation mode too, so nothing else of the model has to leave that mode. On exit they are back, the same tensors.
-
-    A layer that sees a single value per channel (a batch of one at 1x1 resolution) has no batch statistics; it keeps its
-    running ones for that call.
-
-    Args:
-        layers: BatchNorm layers.
-        batch: number of samples in the batch to come.
-
-    Example:
-        >>> import torch
-        >>> layer = nn.BatchNorm1d(2).eval()
-        >>> x = torch.tensor([[1.0, 2.0], [3.0, 6.0]])
-        >>> with batch_statistics([layer], batch=2):
-        ...     y = layer(x)
-        >>> y.mean(0).abs().max() < 1e-6, layer.running_mean
-        (tensor(True), tensor([0., 0.]))
+    So subclasses that do more than normalize keep doing it.
     """
-    aside = [(layer, layer.running_mean, layer.running_var) for layer in layers]
-    with ExitStack() as stack:
-        try:
-            for layer, mean, var in aside:
-                layer.running_mean = layer.running_var = None
-                if batch == 1:
-                    hook = _single_value_hook(mean, var)
-                    stack.enter_context(_hooked(layer.register_forward_pre_hook(hook)))
-            yield
-        finally:
-            for layer, mean, var in aside:
-                layer.running_mean, layer.running_var = mean, var
 
-
-def _single_value_hook(mean: Any, var: Any) -> Any:
-    def hook(layer: nn.BatchNorm2d, inputs: tuple[Tensor, ...]) -> None:
-        single = inputs[0].numel() == inputs[0].shape[1]
-        if single and mean is None:
-            raise InputError(
-                f"{layer} got one value per channel and has no running statistics: a batch of one has no variance; "
-                "use a larger batch or a BatchNorm with track_running_stats=True"
-            )
-        layer.running_mean, layer.running_var = (mean, var) if single else (None, None)
-
-    return hook
-
-
-@contextmanager
-def _hooked(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-Statistics = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(number of the layer, its input) -> mean and variance that can be broadcast to the input."""
-
-
-@contextmanager
-def normalised_by(layers: Sequence[nn.BatchNorm2d], statistics: Statistics) -> Iterator[None]:
-    """Within the block `layers` normalise by the mean and variance that `statistics` gives for their input.
-
-    The input is normalised before the layer sees it, and the layer is given a mean of 0 and a variance of 1 (less its eps),
-    so that subclasses which do more than normalise keep doing it. On exit the layers have the statistics they had.
-
-    Example:
-        >>> layer = nn.BatchNorm1d(1).eval()
-        >>> with normalised_by([layer], lambda i, x: (torch.full((1, 1), 3.0), torch.ones(1, 1))):
-        ...     y = layer(torch.tensor([[4.0], [2.0]]))
-        >>> y.detach().flatten().round(decimals=3)
-        tensor([ 1., -1.])
-    """
-    aside = [(layer, layer.running_mean, layer.running_var) for layer in layers]
-    with ExitStack() as stack:
-        try:
-            for number, (layer, _, _) in enumerate(aside):
-                stack.enter_context(_hooked(layer.register_forward_pre_hook(_normalise(number, statistics))))
-            yield
-        finally:
-            for layer, mean, var in aside:
-                layer.running_mean, layer.running_var = mean, var
-
-
-def _normalise(number: int, statistics: Statistics) -> Any:
-    def hook(layer: nn.BatchNorm2d, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x = exact(inputs[0])
-        mean, var = statistics(number, x)
-        like = inputs[0] if layer.weight is None else layer.weight.detach()
-        layer.running_mean = like.new_zeros(x.shape[1])
-        layer.running_var = like.new_full((x.shape[1],), 1 - layer.eps)
-        return (((x - mean) * (var + layer.eps).rsqrt()).to(inputs[0].dtype), *inputs[1:])
+        mean, var = estimate(layer, x)
+        return (((x - mean) * (var + layer.module.eps).rsqrt()).to(inputs[0].dtype), *inputs[1:])
 
     return hook
 
 
-def by_group(groups: int) -> Statistics:
+def _dims(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+def _like(value: Tensor, x: Tensor) -> Tensor:
+    """(C,) -> a shape that broadcasts to x (B, C, ...)."""
+    return value.to(x).view(1, -1, *[1] * (x.ndim - 2))
+
+
+def source_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The running statistics of the source."""
+    if layer.mean is None or layer.var is None:
+        raise InputError(
+            f"{layer.module} got one value per channel and has no running statistics; use a larger batch or a BatchNorm "
+            "with track_running_stats=True"
+        )
+    return _like(layer.mean, x), _like(layer.var, x)
+
+
+def batch_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The statistics of the batch; one value per channel has none, and is normalized by the source's.
+
+    Example:
+        >>> layer = Layer(nn.BatchNorm1d(1), 0, torch.zeros(1), torch.ones(1))
+        >>> batch_statistics(layer, torch.tensor([[1.0], [3.0]]))
+        (tensor([[2.]]), tensor([[1.]]))
+    """
+    if x.numel() == x.shape[1]:
+        return source_statistics(layer, x)
+    var, mean = torch.var_mean(x, dim=_dims(x), correction=0, keepdim=True)
+    return mean, var
+
+
+def by_group(groups: int) -> Estimate:
     """Statistics of each of `groups` equal parts of the batch by itself, as if they came one after the other.
 
     Example:
-        >>> mean, _ = by_group(2)(0, torch.tensor([[1.0], [3.0], [10.0], [10.0]]))
+        >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
+        >>> mean, _ = by_group(2)(layer, torch.tensor([[1.0], [3.0], [10.0], [10.0]]))
         >>> mean.flatten()
         tensor([ 2.,  2., 10., 10.])
     """
 
-    def statistics(_: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         parts = torch.unflatten(x, 0, (groups, -1))
+        if parts[0].numel() == x.shape[1]:
+            return source_statistics(layer, x)
         var, mean = torch.var_mean(parts, dim=[1, *range(3, parts.ndim)], correction=0, keepdim=True)
         each = parts.shape[1]
         return mean.flatten(0, 1).repeat_interleave(each, dim=0), var.flatten(0, 1).repeat_interleave(each, dim=0)
 
-    return statistics
+    return estimate
 
 
-def by_selection(used: Tensor) -> Statistics:
-    """Statistics of the samples in the mask `used` (B,) only, as if the others were not in the batch.
+def by_selection(used: Tensor) -> Estimate:
+    """Statistics of the samples in the mask `used` (B,) only; of all samples where the mask is empty.
 
     Example:
-        >>> by_selection(torch.tensor([True, True, False]))(0, torch.tensor([[1.0], [3.0], [10.0]]))
+        >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
+        >>> by_selection(torch.tensor([True, True, False]))(layer, torch.tensor([[1.0], [3.0], [10.0]]))
         (tensor([[2.]]), tensor([[1.]]))
     """
 
-    def statistics(_: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = used.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
-        dims = [0, *range(2, x.ndim)]
-        total = (weight.sum() * (x[0, 0].numel())).clamp_min(1)
-        mean = (x * weight).sum(dim=dims, keepdim=True) / total
-        return mean, ((x - mean).square() * weight).sum(dim=dims, keepdim=True) / total
+    def estimate(_: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight = (used | ~used.any()).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+        total = weight.sum() * x[0, 0].numel()
+        mean = (x * weight).sum(dim=_dims(x), keepdim=True) / total
+        return mean, ((x - mean).square() * weight).sum(dim=_dims(x), keepdim=True) / total
 
-    return statistics
+    return estimate
 
 
-def mixed(
-    old: Sequence[tuple[Tensor, Tensor]], share: float, correction: int, new: list[Any] | None = None
-) -> Statistics:
-    """(1 - share) of the statistics `old`, one (mean, variance) for each layer, and `share` of the batch's own.
+def mixed(share: Tensor | float) -> Estimate:
+    r"""`share` of the batch's statistics and the rest of the source's: :math:`\mu = (1 - s) \mu_0 + s \mu_B`.
+
+    The gradient flows through the batch's part, as it does with statistics of the batch alone.
+
+    Example:
+        >>> layer = Layer(nn.BatchNorm1d(1), 0, torch.zeros(1), torch.ones(1))
+        >>> mixed(0.5)(layer, torch.tensor([[1.0], [3.0]]))
+        (tensor([[1.]]), tensor([[1.]]))
+    """
+
+    def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, var = batch_statistics(layer, x)
+        if layer.mean is None or layer.var is None:
+            return mean, var
+        old_mean, old_var = _like(layer.mean, x), _like(layer.var, x)
+        return torch.lerp(old_mean, mean, share), torch.lerp(old_var, var, share)
+
+    return estimate
+
+
+def following(
+    old: Mapping[int, tuple[Tensor, Tensor]],
+    share: float,
+    correction: int,
+    new: dict[int, tuple[Tensor, Tensor]] | None = None,
+) -> Estimate:
+    """(1 - share) of the statistics `old` and `share` of the batch's own.
 
     No gradient flows through the batch's share.
 
     Args:
-        old: mean (C,) and variance (C,) of each layer.
+        old: mean (C,) and variance (C,) by the number of the layer.
         share: in [0, 1].
         correction: 1 for the unbiased variance of the batch, 0 for the biased one.
-        new: a list as long as `old` that receives the mixed statistics.
+        new: receives the new statistics.
 
     Example:
-        >>> old = [(torch.zeros(1), torch.ones(1))]
-        >>> mixed(old, 0.5, 0)(0, torch.tensor([[1.0], [3.0]]))
+        >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
+        >>> following({0: (torch.zeros(1), torch.ones(1))}, 0.5, 0)(layer, torch.tensor([[1.0], [3.0]]))
         (tensor([[1.]]), tensor([[1.]]))
     """
 
     @torch.no_grad()
-    def statistics(number: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, var = old[number]
+    def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, var = old[layer.number]
         several = x.numel() > x.shape[1]  # one value per channel has a mean, but no variance
-        own_mean = x.mean(dim=[0, *range(2, x.ndim)])
-        own_var = x.var(dim=[0, *range(2, x.ndim)], correction=correction) if several else var
+        own_mean = x.mean(dim=_dims(x))
+        own_var = x.var(dim=_dims(x), correction=correction) if several else var
         mean, var = torch.lerp(mean.to(x), own_mean, share), torch.lerp(var.to(x), own_var.to(x), share)
         if new is not None:
-            new[number] = (mean, var)
-        shape = (1, -1, *[1] * (x.ndim - 2))
-        return mean.view(shape), var.view(shape)
+            new[layer.number] = (mean, var)
+        return _like(mean, x), _like(var, x)
 
-    return statistics
+    return estimate

@@ -102,7 +102,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> list[Change]:
 
 
 def _by_identity(records: Iterable[Record]) -> dict[tuple[object, ...], Record]:
-    """Cells by what they are a measurement of; the model, hyper-parameters and versions may differ."""
+    """Cells by what they are a measurement of; the model, hyperparameters and versions may differ."""
     return {
         (c["method"], c["objective"], c["setting"], c["data"], tuple(c["corruptions"]), c["severity"], c["seed"],
          c["outliers"], c["outlier_ratio"], c["imbalance"], c["rounds"]): r

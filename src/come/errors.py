@@ -1,4 +1,4 @@
-"""What `come` raises. Every message names the value that was given, the limit it broke and the repair.
+"""What `come` raises. Every message names the limit, the value that was given and the repair.
 
 All errors are `ComeError`s, so one `except come.ComeError` catches whatever this library refuses; each one is also the
 built-in type that a Python programmer would expect.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class ComeError(Exception):
@@ -15,7 +16,7 @@ class ComeError(Exception):
 
 
 class ConfigError(ComeError, ValueError):
-    """A name or a hyper-parameter that does not exist or is out of its range."""
+    """A name or a hyperparameter that does not exist or is out of its range."""
 
 
 class ModelError(ComeError, ValueError):
@@ -31,11 +32,11 @@ class StateError(ComeError, ValueError):
 
 
 class ClosedError(ComeError, RuntimeError):
-    """A step on an adapter that has given its model back."""
+    """A call of an adapter that was closed."""
 
 
 class CollapseError(ComeError, RuntimeError):
-    """An adapted model that predicts almost nothing but one class, where the guard was told to raise."""
+    """The adapted model has collapsed, and the guard was told to raise."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> ConfigError:
@@ -51,12 +52,36 @@ def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> Confi
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:
-    """Raise a `ConfigError` for hyper-parameter `name` unless `ok`.
+    """Raise a `ConfigError` for hyperparameter `name` unless `ok`.
 
     >>> require(False, "lr", -1.0, "a positive number")
     Traceback (most recent call last):
     ...
-    come.errors.ConfigError: lr is -1.0; it must be a positive number
+    come.errors.ConfigError: lr must be a positive number, got -1.0
     """
     if not ok:
-        raise ConfigError(f"{name} is {value!r}; it must be {limit}")
+        raise ConfigError(f"{name} must be {limit}, got {value!r}")
+
+
+def require_int(name: str, value: Any, least: int, extra: str = "") -> None:
+    """Raise a `ConfigError` unless `value` is an integer >= `least`; True and False are none.
+
+    >>> require_int("steps", True, 1)
+    Traceback (most recent call last):
+    ...
+    come.errors.ConfigError: steps must be an integer >= 1, got True
+    """
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(good, name, value, f"an integer >= {least}{extra}")
+
+
+def require_number(name: str, value: Any, limit: str) -> bool:
+    """Raise a `ConfigError` unless `value` is a real number; returns True, so that a range can be checked after it.
+
+    >>> require_number("lr", "1e-3", "a positive number")
+    Traceback (most recent call last):
+    ...
+    come.errors.ConfigError: lr must be a positive number, got '1e-3'
+    """
+    require(isinstance(value, (int, float)) and not isinstance(value, bool), name, value, limit)
+    return True

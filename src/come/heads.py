@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,6 @@ class Head:
         >>> head = Head(model)
         >>> head.name
         '3'
-        >>> features, logits = head.features(lambda: model(torch.ones(2, 4)))
-        >>> features.shape, logits.shape
-        (torch.Size([2, 8]), torch.Size([2, 3]))
     """
 
     def __init__(self, model: nn.Module, head: str | nn.Module | None = None) -> None:
@@ -39,7 +36,7 @@ class Head:
         kind = type(model).__name__
         if isinstance(head, str):
             if head not in dict(model.named_modules()):
-                raise ConfigError(f"head is {head!r}, but {kind} has no module of that name")
+                raise ConfigError(f"head must name a module of {kind}, got {head!r}")
             found: Any = model.get_submodule(head)
         elif head is not None:
             found = head
@@ -56,19 +53,13 @@ class Head:
         self.name, self.linear = names[0], linear[names[0]]
         self._kind = kind
 
-    def features(self, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """Run `forward`, which runs the model, and return what went into the head (B, d) and the logits (B, K)."""
-        seen: list[tuple[Tensor, Tensor]] = []
-        handle = self.linear.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], out)))
-        try:
-            logits = forward()
-        finally:
-            handle.remove()
+    def pick(self, seen: Sequence[tuple[Tensor, Tensor]], logits: Tensor) -> Tensor:
+        """Of all (input, output) of the layer in a forward, the input (B, d) that gave the logits (B, K)."""
         for features, out in seen:
             same = out is logits or (out.shape == logits.shape and torch.equal(out, logits))
             if same and features.ndim == 2:
-                return features, logits
+                return features
         raise ModelError(
-            f"the layer {self.name!r} of {self._kind} does not give its logits ({tuple(logits.shape)}) from one feature "
+            f"the layer {self.name!r} of {self._kind} does not give its logits {tuple(logits.shape)} from one feature "
             "vector per sample; name the layer that does with head='...'"
         )

@@ -1,4 +1,4 @@
-"""Between the normalised tensors that a model takes and images in [0, 1], on which augmentations act."""
+"""Between the normalized tensors that a model takes and images in [0, 1], on which augmentations act."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLACK = 0.02
 
 
 @dataclass(frozen=True)
-class Normalisation:
+class Normalization:
     r"""What turned an image in [0, 1] into the model's input: :math:`x = (image - mean) / std`, per channel.
 
     Args:
@@ -25,7 +25,7 @@ class Normalisation:
         std: the same, positive.
 
     Example:
-        >>> n = Normalisation((0.5,), (0.5,))
+        >>> n = Normalization((0.5,), (0.5,))
         >>> n.images(torch.tensor([[[[-1.0, 1.0]]]])).flatten()
         tensor([0., 1.])
     """
@@ -34,11 +34,11 @@ class Normalisation:
     std: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def of(cls, value: tuple[Sequence[float], Sequence[float]] | Normalisation | None) -> Normalisation:
-        """A `Normalisation`, a pair (mean, std), or None for inputs that are images in [0, 1] already."""
+    def of(cls, value: tuple[Sequence[float], Sequence[float]] | Normalization | None) -> Normalization:
+        """A `Normalization`, a pair (mean, std), or None for inputs that are images in [0, 1] already."""
         if value is None:
             return cls()
-        if isinstance(value, Normalisation):
+        if isinstance(value, Normalization):
             return value
         try:
             mean, std = (tuple(float(v) for v in part) for part in value)
@@ -46,7 +46,7 @@ class Normalisation:
             mean, std = (), ()
         if not mean or not std or not all(0 < s < math.inf for s in std) or not all(map(math.isfinite, mean)):
             raise ConfigError(
-                f"normalisation is {value!r}; give (mean, std) with one number per channel, e.g. "
+                f"normalization is {value!r}; give (mean, std) with one number per channel, e.g. "
                 "((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), or None if the inputs are images in [0, 1]"
             )
         return cls(mean, std)
@@ -61,26 +61,28 @@ class Normalisation:
         mean, std = self._like(images)
         return (images - mean) / std
 
-    def check(self, x: Tensor, who: str) -> None:
-        """Raise `InputError` if `x` does not hold images once the normalisation is undone. Waits for the device."""
+    def check(self, x: Tensor, who: str, first: bool) -> None:
+        """Raise `InputError` if `x`, the `first` batch, holds no images once the normalization is undone: waits for it."""
+        if not first:
+            return
         low, high = torch.aminmax(self.images(x.detach().float()))
         if not (low >= -SLACK and high <= 1 + SLACK):
             raise InputError(
-                f"{who} needs images in [0, 1], but after undoing the normalisation (mean {self.mean}, std {self.std}) the "
-                f"input ranges from {low.item():.3g} to {high.item():.3g}; pass normalisation=(mean, std) with what "
-                "normalised it, or None if it was not normalised"
+                f"{who} needs images in [0, 1], but after undoing the normalization (mean {self.mean}, std {self.std}) the "
+                f"input ranges from {low.item():.3g} to {high.item():.3g}; pass normalization=(mean, std) with what "
+                "normalized it, or None if it was not normalized"
             )
 
     def _like(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.mean) not in (1, x.shape[-3]) or len(self.std) not in (1, x.shape[-3]):
             raise InputError(
-                f"normalisation has {len(self.mean)} means and {len(self.std)} deviations, the input {x.shape[-3]} channels; "
+                f"normalization has {len(self.mean)} means and {len(self.std)} deviations, the input {x.shape[-3]} channels; "
                 "give one for each channel, or one for all"
             )
         return _channels(self.mean, x.device, x.dtype), _channels(self.std, x.device, x.dtype)
 
 
-@lru_cache(maxsize=64)  # to copy numbers to a GPU is to wait for it: once is enough
+@lru_cache(maxsize=64)  # building a CUDA tensor from Python scalars synchronizes
 def _channels(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,93 +11,115 @@ from torch import Tensor, nn
 from come.errors import InputError
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-"""A batch: a tensor, or a tuple or mapping of tensors that is handed on to the model as `model(*x)` or `model(**x)`."""
+"""A batch as people write it: a tensor, or the arguments of the model as a tuple or a mapping."""
 
 
-def checked(x: Input) -> Input:
-    """`x` if it is a batch that can be handed to a model; inference tensors are copied, autograd cannot save them."""
-    if isinstance(x, Tensor):
-        if not x.is_floating_point():
-            raise InputError(
-                f"the input is {x.dtype}; it must be floating point: scale and normalise images first. Token ids and "
-                "the like go in a mapping or tuple, e.g. {'input_ids': x}"
-            )
-        if x.ndim < 2:
-            raise InputError(f"the input has {x.ndim} dimension(s), shape {tuple(x.shape)}; the first one is the batch")
-    elif not isinstance(x, (tuple, list, Mapping)):
-        raise InputError(f"the input is a {type(x).__name__}; give a tensor, or a tuple or mapping of tensors")
-    if batch_size(x) < 1:
-        raise InputError("the batch is empty; skip it")
-    if isinstance(x, Mapping):
-        return {key: _usable(value) for key, value in x.items()}
-    return _usable(x) if isinstance(x, Tensor) else tuple(_usable(value) for value in x)
-
-
-def _usable(value: Any) -> Any:
-    with torch.inference_mode(False):
-        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
-def batch_size(x: Input) -> int:
-    """Number of samples: the length of the first batched tensor."""
-    if isinstance(x, Tensor):
-        return x.shape[0]
-    for value in x.values() if isinstance(x, Mapping) else x:
-        if isinstance(value, Tensor) and value.ndim >= 1:
-            return value.shape[0]
-    raise InputError(f"the {type(x).__name__} holds no batched tensor; give a tensor, or a tuple or mapping of tensors")
-
-
-def image_of(x: Input, who: str) -> Tensor:
-    """The images (B, C, H, W) in a batch; `who` needs them and is named if there are none."""
-    values = [x] if isinstance(x, Tensor) else list(x.values() if isinstance(x, Mapping) else x)
-    found = [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4]
-    if len(found) == 1:
-        return found[0]
-    shapes = ", ".join(str(tuple(value.shape)) for value in values if isinstance(value, Tensor))
-    raise InputError(
-        f"{who} works on images, one floating-point tensor (B, C, H, W), but the batch holds {shapes or 'no tensor'}; "
-        "for other data choose a method that needs no images ('come list methods' says what each needs)"
-    )
-
-
-def with_image(x: Input, images: Tensor) -> Input:
-    """The batch `x` with other images, (V * B, C, H, W) for any V; what else has an entry per sample is repeated V times."""
-    if isinstance(x, Tensor):
-        return images
-    size = batch_size(x)
-    times = images.shape[0] // size
-
-    def other(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size):
-            return value
-        if value.is_floating_point() and value.ndim == 4:
-            return images
-        return value.repeat(times, *[1] * (value.ndim - 1))
-
-    if isinstance(x, Mapping):
-        return {key: other(value) for key, value in x.items()}
-    return tuple(other(value) for value in x)
-
-
-def take(x: Input, chosen: slice) -> Input:
-    """Some samples of a batch; what has no entry per sample, such as a mask for all of them, stays as it is.
+class Inputs(NamedTuple):
+    """One batch as the model is called with it: `model(*args, **kwargs)`.
 
     Example:
-        >>> some = take({"pixel_values": torch.zeros(4, 3), "heads": torch.ones(12)}, slice(0, 1))
-        >>> some["pixel_values"].shape, some["heads"].shape
-        (torch.Size([1, 3]), torch.Size([12]))
+        >>> Inputs.of({"pixel_values": torch.zeros(4, 3)}).size
+        4
     """
-    size = batch_size(x)
 
-    def part(value: Any) -> Any:
-        return value[chosen] if isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size else value
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    if isinstance(x, Tensor):
-        return x[chosen]
-    if isinstance(x, Mapping):
-        return {key: part(value) for key, value in x.items()}
-    return tuple(part(value) for value in x)
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Inputs:
+        """Read a call; a single mapping stands for keyword arguments, a single tuple or list for positional ones."""
+        if len(args) == 1 and not kwargs:
+            if isinstance(args[0], Mapping):
+                return cls((), dict(args[0]))
+            if isinstance(args[0], (tuple, list)):
+                return cls(tuple(args[0]), {})
+        return cls(args, kwargs)
+
+    @property
+    def size(self) -> int:
+        """Number of samples: the length of the first batched tensor."""
+        for value in self.values():
+            if isinstance(value, Tensor) and value.ndim >= 1:
+                return value.shape[0]
+        given = ", ".join(type(value).__name__ for value in self.values()) or "nothing"
+        raise InputError(f"the batch holds no tensor with a batch dimension, got {given}; pass a tensor (B, ...)")
+
+    def values(self) -> list[Any]:
+        """All arguments, positional ones first."""
+        return [*self.args, *self.kwargs.values()]
+
+    def map(self, change: Callable[[Any], Any]) -> Inputs:
+        """Every argument replaced by what `change` makes of it."""
+        return Inputs(tuple(map(change, self.args)), {key: change(value) for key, value in self.kwargs.items()})
+
+    def per_sample(self) -> list[Tensor]:
+        """The tensors that have one entry per sample; tables and masks that all samples share are not among them."""
+        size = self.size
+        return [v for v in self.values() if isinstance(v, Tensor) and v.ndim >= 1 and v.shape[0] == size]
+
+    def take(self, chosen: slice) -> Inputs:
+        """Some of the samples; arguments that all samples share stay as they are.
+
+        Example:
+            >>> some = Inputs.of(torch.zeros(4, 3), heads=torch.ones(12)).take(slice(0, 1))
+            >>> some.args[0].shape, some.kwargs["heads"].shape
+            (torch.Size([1, 3]), torch.Size([12]))
+        """
+        size = self.size
+        return self.map(lambda v: v[chosen] if isinstance(v, Tensor) and v.ndim >= 1 and len(v) == size else v)
+
+    def image(self, who: str) -> Tensor:
+        """The images (B, C, H, W); `who` needs them and is named in the error if there are none."""
+        found = [v for v in self.values() if _is_image(v)]
+        if len(found) == 1:
+            return found[0]
+        shapes = ", ".join(str(tuple(value.shape)) for value in self.values() if isinstance(value, Tensor))
+        raise InputError(
+            f"{who} needs images, one floating-point tensor (B, C, H, W), got {shapes or 'no tensor'}; for other data "
+            "choose a method that needs no images ('come list methods' shows what each needs)"
+        )
+
+    def with_image(self, images: Tensor) -> Inputs:
+        """Other images, (V * B, C, H, W) for any V, in place of these; other per-sample tensors are repeated V times."""
+        size = self.size
+        times = images.shape[0] // size
+
+        def other(value: Any) -> Any:
+            if _is_image(value):
+                return images
+            if isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size:
+                return value.repeat(times, *[1] * (value.ndim - 1))
+            return value
+
+        return self.map(other)
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4
+
+
+def checked(x: Inputs) -> Inputs:
+    """`x` if a model can be called with it; inference tensors are copied, because autograd cannot save them."""
+    for value in x.values():
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise InputError(f"the input has layout {value.layout}; pass a dense tensor: x.to_dense()")
+        if isinstance(value, Tensor) and value.is_meta:
+            raise InputError("the input is on the meta device and has no values; pass a tensor with data")
+    if len(x.args) == 1 and not x.kwargs:
+        (only,) = x.args
+        if not isinstance(only, Tensor):
+            raise InputError(f"the input is a {type(only).__name__}; pass a tensor, or a tuple or mapping of tensors")
+        if not only.is_floating_point():
+            raise InputError(
+                f"the input must be floating point, got {only.dtype}: scale and normalize images first; pass token ids by "
+                "name, e.g. input_ids=x"
+            )
+        if only.ndim < 2:
+            raise InputError(f"the input must be (B, ...) with at least 2 dimensions, got shape {tuple(only.shape)}")
+    if x.size < 1:
+        raise InputError("the batch is empty; skip it")
+    with torch.inference_mode(False):
+        return x.map(lambda value: value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
 
 
 def exact(x: Tensor) -> Tensor:
@@ -110,35 +132,39 @@ def exact(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def together(values: Sequence[Tensor]) -> Tensor:
-    """0-d tensors of any floating types as one vector in float64."""
-    if len({value.dtype for value in values}) == 1:
-        return torch.stack(list(values)).double()
-    return torch.stack([value.double() for value in values])
+def answered(logits: Tensor) -> Tensor:
+    """Which samples (B,) have usable logits: no NaN, no +inf, not all -inf. A class masked by -inf is fine.
+
+    Example:
+        >>> inf, nan = torch.inf, torch.nan
+        >>> answered(torch.tensor([[0.0, -inf], [nan, 0.0], [-inf, -inf]]))
+        tensor([ True, False, False])
+    """
+    return logits.amax(dim=1).isfinite()  # amax propagates NaN, and is -inf only if all are
 
 
 def logits_of(out: Any, batch: int) -> Tensor:
-    """The logits in what a model returned, checked."""
+    """The logits (B, K) in what a model returned, checked."""
     if isinstance(out, Mapping) and "logits" in out:
         logits = out["logits"]
     else:
         logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if not isinstance(logits, Tensor):
         raise InputError(
-            f"the model returned a {type(out).__name__}; it must be a tensor (B, K) or have `logits`: wrap the model in a "
-            "module that returns them"
+            f"the model must return a tensor (B, K) or an object with `logits`, got {type(out).__name__}; wrap the model "
+            "in a module that returns logits"
         )
     if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2 or not logits.is_floating_point():
         raise InputError(
-            f"the model returned {logits.dtype} of shape {tuple(logits.shape)} for a batch of {batch}; it must be floating "
-            f"point of shape ({batch}, K) with K >= 2 classes"
+            f"the model must return floating-point logits of shape ({batch}, K) with K >= 2 for a batch of {batch}, got "
+            f"{logits.dtype} of shape {tuple(logits.shape)}"
         )
     return logits
 
 
-def expected_dims(modules: list[nn.Module]) -> int | None:
+def expected_dims(model: nn.Module) -> int | None:
     """How many dimensions the first convolution takes, the batch included; None without one."""
-    for module in modules:
+    for module in model.modules():
         for dims, kind in ((3, nn.Conv1d), (4, nn.Conv2d), (5, nn.Conv3d)):
             if isinstance(module, kind):
                 return dims

@@ -1,43 +1,37 @@
-"""The one base class. A method writes `adapt`; everything that must never go wrong is here, once.
+"""A method is a configuration and one function, `adapt`. All that changes from step to step is in the `Context` it is given.
 
-step(x):  check the input -> batch statistics on, gradients on -> adapt(x) -> Step
-reset():  weights, moments, averages, counters: as they were after construction
-close():  the user's model, exactly as it was handed in
+A step is a function of (weights, moments, state, batch) that returns new ones and a `Step`. A method changes nothing in
+place: it assigns new tensors to `ctx.state`, and calls `ctx.descend`. Whether they are kept is decided around it, in
+`come.adapter`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import math
-import threading
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from os import PathLike
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from come import objectives, optim, state
-from come.batchnorm import batch_norms, batch_statistics
-from come.errors import ClosedError, ComeError, ConfigError, InputError, ModelError, require
-from come.inputs import Input, batch_size, checked, expected_dims, logits_of, together
+from come import objectives, optim
+from come.batchnorm import Layer, Statistics
+from come.borrowed import Borrowed
+from come.errors import ConfigError, ModelError, require, require_int, require_number
+from come.heads import Head
+from come.inputs import Inputs, logits_of
 from come.objectives import Objective
-from come.optim import OptimizerFactory
+from come.optim import Moments, OptimizerFactory, Rule, adam, sgd
+from come.registry import Registry
 from come.select import Selector, norm_affine
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+StatisticsRule = Literal["batch", "mixed", "source"]
 
-    from come.guard import Guard
-
-LARGEST_GRADIENT = 1e15
-"""A gradient beyond this is refused: Adam would square it."""
+LOSS_SCALE = 256.0
+"""Factor on the loss for models in float16, taken out of the gradient again: small gradients would be rounded to zero."""
 
 
 class Step(NamedTuple):
@@ -50,19 +44,8 @@ class Step(NamedTuple):
     used: Tensor | None = None
     """(B,) bool: which samples drove the update, or None if nothing is ever updated."""
     valid: Tensor | None = None
-    """(B,) bool: which samples were fit to be answered; None without a guard. The logits of the others are zero."""
-
-
-class Common(TypedDict, total=False):
-    """The hyper-parameters that every method takes; see `Method`."""
-
-    objective: str | Objective
-    select: Selector | None
-    lr: float | None
-    optimizer: str | OptimizerFactory | None
-    steps: int
-    episodic: bool
-    reset_every: int | None
+    """(B,) bool: which samples could be answered; None without a guard. The logits of the others are all -1e4: the least
+    certain by every score."""
 
 
 @contextmanager
@@ -72,448 +55,200 @@ def untracked() -> Iterator[None]:
         yield
 
 
-_adapted: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Method]] = weakref.WeakKeyDictionary()
+def leaf(values: Tensor) -> Tensor:
+    """`values` as a tensor of its own that gradients can be taken with respect to."""
+    return values.detach().requires_grad_()
 
 
-class Method(ABC):
-    """A classifier that adapts while it predicts.
-
-    The model is adapted in place. It is given back as it was by `close()`, at the end of a `with` block, or when the adapter
-    is garbage-collected. Dropout and drop-path stay off; BatchNorm uses the statistics of the batch during a step only.
-
-    Args:
-        model: any classifier that maps a batch to logits (B, K), or to an object or mapping with `logits`.
-        objective: a name (`come.objectives.names()`) or an `Objective`.
-        select: which parameters adapt; None is the method's own choice (`selects`).
-        lr: learning rate; None is the paper's for the model's family: 1e-3 x batch/64 for models with LayerNorm, GroupNorm
-            and the like, 2.5e-4 for models with BatchNorm (2.5e-4 x batch/32 below a batch of 32).
-        optimizer: "sgd", "adam", or a function (parameters, lr) -> torch optimiser such as `come.optim.sgd(momentum=0.5)`;
-            None is the method's own choice (`optimises`).
-        steps: how often each batch is adapted to.
-        episodic: reset before each batch.
-        reset_every: reset after this many batches, again and again; None is the method's own choice (`resets`), mostly never.
-
-    To write a method, subclass it, give it a `name` and write `adapt`; keep what it remembers in `self.state`, a dictionary
-    of tensors, whose first value `initial_state` returns. Store your own arguments *before* calling `super().__init__`.
-    `come.testing.check_method` checks the contract.
-
-    Example:
-        >>> class Sharpen(Method):
-        ...     name = "sharpen"
-        ...     def adapt(self, x):
-        ...         logits = self.forward(x)
-        ...         loss = self.objective.entropy(logits)
-        ...         self.descend(loss.mean())
-        ...         return Step(logits, loss, torch.ones_like(loss, dtype=torch.bool))
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        >>> with Sharpen(model, objective="em", lr=0.1) as method:
-        ...     logits = method(torch.randn(5, 4))
-        >>> logits.shape
-        torch.Size([5, 3])
-    """
-
-    name: ClassVar[str]
-    """The name in the registry."""
-    needs: ClassVar[str] = "nothing"
-    """What it needs beside a model and batches, in a few words: source batches, images, features."""
-    cost: ClassVar[str] = "1f 1b"
-    """What a batch costs: so many forwards (f) and backwards (b) of it, at the default hyper-parameters."""
-    descends: ClassVar[bool] = True
-    """Whether the method changes parameters by gradient descent, and so needs some to be selected."""
-    minimises: ClassVar[bool] = True
-    """Whether the objective matters to what the method does, and not only to how its output is scored."""
-    batch_statistics: ClassVar[bool] = True
-    """Whether BatchNorm layers use the statistics of the batch."""
-    selects: ClassVar[Selector] = norm_affine()
-    """What `select=None` means."""
-    paper_lr: ClassVar[tuple[float, float]] = (1e-3, 2.5e-4)
-    """What `lr=None` means: for models without and with BatchNorm."""
-    scales_lr: ClassVar[bool] = True
-    """Whether that goes with the size of the batch; False where a step is not taken on the batch as a whole."""
-    optimises: ClassVar[optim.sgd | optim.adam] = optim.sgd()
-    """What `optimizer=None` means."""
-    resets: ClassVar[int | None] = None
-    """What `reset_every=None` means."""
-    stays: tuple[str, ...] = ()
-    """Beginnings of the names in `state` that stay on the CPU when the model moves."""
-    seed: int = 0
-    """Where random numbers start, for methods that draw some; these take it as an argument."""
+class Context:
+    """What a method works with during one step: the current weights, its memory, the model, the batch's circumstances."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Borrowed,
+        rule: Rule | None,
+        source: Tensor,
+        fixed: dict[str, Any],
         *,
-        objective: str | Objective = "come",
-        select: Selector | None = None,
-        lr: float | None = None,
-        optimizer: str | OptimizerFactory | None = None,
-        steps: int = 1,
-        episodic: bool = False,
-        reset_every: int | None = None,
+        weights: Tensor,
+        moments: Moments,
+        state: dict[str, Tensor],
+        lr: Tensor,
+        valid: Tensor,
+        generator: torch.Generator,
+        statistics: Statistics = None,
+        guarded: bool = False,
     ) -> None:
-        self.objective = objectives.get(objective)
-        build = optim.get(type(self).optimises if optimizer is None else optimizer)
-        require(lr is None or 0 < lr < math.inf, "lr", lr, "a positive number, or None for the paper's")
-        require(isinstance(steps, int) and steps >= 1, "steps", steps, "a whole number, at least 1")
-        whole = reset_every is None or (isinstance(reset_every, int) and reset_every >= 1)
-        require(whole, "reset_every", reset_every, "a whole number of batches, at least 1, or None")
-        self.lr, self.steps, self.episodic = lr, steps, episodic
-        self.reset_every = self.resets if reset_every is None else reset_every
+        self.model, self.rule, self.guarded = model, rule, guarded
+        self.source = source
+        """(P,): the adapted parameters of the source model."""
+        self.fixed = fixed
+        """What `Method.setup` has found."""
+        self.weights = leaf(weights)
+        """(P,): the adapted parameters now, in float32 or better. See `Context.named` for the single ones."""
+        self.moments = moments
+        """Moments of the optimizer."""
+        self.state = dict(state)
+        """What the method remembers. Assign new tensors; do not change them in place."""
+        self.lr = lr
+        """0-d: the learning rate of this step."""
+        self.valid = valid
+        """(B,) bool: which samples may drive an update."""
+        self.generator = generator
+        """Random numbers, seeded for this step: runs repeat, and a resumed stream draws the same."""
+        self.statistics = statistics
+        """What BatchNorm normalizes by in this step."""
+        self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
+        """0-d bool: whether every update so far was finite."""
+        self._undo: list[tuple[Tensor, Tensor, Tensor]] = []
 
-        self.model = model
-        self.parameters = _selected(model, type(self).selects if select is None else select, self.name, self.descends)
-        self._modules = list(model.modules())
-        self.batch_norms = batch_norms(model)
-        with untracked():
-            self.source_values = {name: p.detach().clone() for name, p in self.parameters.items()}
-            """The adapted parameters as they were handed in."""
-        self._close = weakref.finalize(self, _give_back, self.parameters, self.source_values, _flags(model))
-        self._close.atexit = False
-        _adapted[model] = weakref.ref(self)
+    # ---- the model ----
 
-        self.count = 0
-        """Batches seen since construction or reset."""
-        self.state: dict[str, Tensor] = {}
-        """What the method remembers between batches, beside weights and moments."""
-        self.guard: Guard | None = None
-        """Checks what arrives and undoes a collapse; `come.adapt` puts one here."""
-        self.valid = torch.ones(0, dtype=torch.bool)
-        """(B,) bool: which samples of the batch in hand may drive an update."""
-        self._ok = torch.ones((), dtype=torch.bool)
-        self._lock = threading.RLock()
-        self._lr = 0.0
-        self._inner = 0
-        try:
-            model.eval()
-            model.requires_grad_(False)
-            for p in self.parameters.values():
-                p.requires_grad_(True)
-            with self._running(batch=0):
-                # The rate is set anew at each step, for the size of its batch.
-                self.optimizer = build(list(self.parameters.values()), 1.0) if self.parameters else None
-                if self.optimizer is not None:
-                    optim.prepare(self.optimizer)
-                self.state = self.initial_state()
-        except BaseException:
-            self.close()
-            raise
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
 
-    # ---- what a method writes ----
+    @property
+    def batch_norms(self) -> list[Layer]:
+        """The BatchNorm layers of the model with the source's statistics."""
+        return self.model.layers()
 
-    @abstractmethod
-    def adapt(self, x: Input) -> Step:
-        """Predict the batch `x` and adapt to it, once. Called by `step` with gradients on."""
+    def named(self, weights: Tensor) -> dict[str, Tensor]:
+        """A vector (P,) as one tensor for each adapted parameter, by name."""
+        return self.model.named(weights)
 
-    def initial_state(self) -> dict[str, Tensor]:
-        """What `state` holds before the first batch and after `reset`."""
-        return {}
-
-    # ---- what a method calls ----
-
-    def forward(self, x: Input, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Inputs,
+        weights: Tensor | None = None,
+        *,
+        statistics: Statistics | Literal["own"] = "own",
+        hooks: Sequence[Callable[[], Any]] = (),
+        size: int | None = None,
+    ) -> Tensor:
         """Logits (B, K) of the model on `x`, checked.
 
-        With `weights`, these take the place of the adapted parameters of their names for this call, under `no_grad`.
+        Args:
+            x: the batch.
+            weights: (P,) in place of `ctx.weights`, e.g. a teacher's or the source's.
+            statistics: what BatchNorm normalizes by; "own" is the rule of this step.
+            hooks: functions that register a hook and return its handle; they last for this call.
+            size: how many rows the model returns, if not one for each sample.
         """
-        if weights is None:
-            return logits_of(self.call(x), batch_size(x))
-        with torch.no_grad(), _exchanged([(self.parameters[name], value) for name, value in weights.items()]):
-            return logits_of(self.call(x), batch_size(x))
+        rule = self.statistics if statistics == "own" else statistics
+        out = self.model.call(x, self.weights if weights is None else weights, rule, hooks)
+        return logits_of(out, x.size if size is None else size)
 
-    def call(self, x: Input) -> Any:
-        """What the model returns for `x`."""
-        inputs = (x,) if isinstance(x, Tensor) else x
-        args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        try:
-            return self.model(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            expected = expected_dims(self._modules)
-            if isinstance(x, Tensor) and expected is not None and x.ndim != expected:
-                raise InputError(
-                    f"the input has {x.ndim} dimensions, shape {tuple(x.shape)}, but the model's convolutions take "
-                    f"{expected}, the batch first; for a single image pass x[None]"
-                ) from error
-            if isinstance(error, ValueError) and not isinstance(
-                error, ComeError
-            ):  # such as a norm layer that is given one value per channel
-                raise InputError(f"{type(self.model).__name__} cannot take a batch of this shape: {error}") from error
-            raise
+    def features(self, x: Inputs, **how: Any) -> tuple[Tensor, Tensor]:
+        """What goes into the classifier head (B, d), and the logits (B, K); `setup` must have put a `Head` into "head"."""
+        head: Head = self.fixed["head"]
+        seen: list[tuple[Tensor, Tensor]] = []
 
-    def gradient(self, loss: Tensor) -> list[Tensor]:
-        """Gradient of the scalar `loss` with respect to the adapted parameters, in their order."""
-        if not loss.requires_grad:
+        def register() -> Any:
+            return head.linear.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], out)))
+
+        logits = self.forward(x, hooks=[register, *how.pop("hooks", ())], **how)
+        return head.pick(seen, logits), logits
+
+    def classes(self, x: Inputs) -> int:
+        """K: how many classes the model has; found by one forward, once."""
+        if "classes" not in self.fixed:
+            with torch.no_grad():
+                self.fixed["classes"] = self.forward(x, statistics=None).shape[1]
+        found: int = self.fixed["classes"]
+        return found
+
+    # ---- descending ----
+
+    def gradient(self, loss: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Gradient (P,) of the scalar `loss` with respect to `ctx.weights`, or to the `weights` that it was computed with."""
+        weights = self.weights if weights is None else weights
+        kind = self.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        scale = LOSS_SCALE if self.model.half or autocast else 1.0
+        found = None
+        if loss.requires_grad:
+            (found,) = torch.autograd.grad(loss * scale if scale != 1 else loss, weights, allow_unused=True)
+        if found is None:
             raise ModelError(
-                f"the loss does not depend on the {len(self.parameters)} selected parameter(s) of "
-                f"{type(self.model).__name__}; does its forward run under no_grad or detach its output?"
+                f"no gradient reaches the {len(self.model.shapes)} adapted parameter(s) of "
+                f"{type(self.model.model).__name__}; does its forward run under no_grad, or detach its output?"
             )
-        params = list(self.parameters.values())
-        grads = torch.autograd.grad(loss, params, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+        return found / scale if scale != 1 else found
 
     def descend(self, loss: Tensor, go: Tensor | None = None) -> None:
-        """One optimiser step down the gradient of the scalar `loss`.
+        """One optimizer step down the gradient of the scalar `loss`.
 
         Where the 0-d bool tensor `go` is false nothing moves, neither weights nor moments; it is read on the device.
         """
         self.descend_along(self.gradient(loss), go)
 
-    def descend_along(self, gradient: list[Tensor], go: Tensor | None = None) -> None:
-        """One optimiser step along a given gradient; see `descend`."""
-        assert self.optimizer is not None
-        params = self.parameters.values()
-        if self.guard is not None:
-            finite = self._bearable(gradient)
-            self._ok = self._ok.to(finite.device) & finite
-            go = finite if go is None else go & finite
-        for p, g in zip(params, gradient, strict=True):
-            # Fused kernels on a GPU want both laid out alike, and convolutions give gradients in their own order.
-            p.grad = g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-        optim.step(self.optimizer, self._lr, go)
-        for p in params:
-            p.grad = None
-        if torch.is_autocast_enabled(self._device.type):
-            torch.clear_autocast_cache()  # it holds casts of the weights as they were before this step
+    @torch.no_grad()
+    def descend_along(self, gradient: Tensor, go: Tensor | None = None) -> None:
+        """One optimizer step along a given gradient (P,); see `descend`."""
+        assert self.rule is not None
+        weights, moments = self.rule.update(self.weights.detach(), gradient, self.moments, self.lr)
+        if self.guarded:
+            fine = self._sound(weights, moments)
+            self.ok = self.ok & (fine if go is None else fine | ~go)
+            go = fine if go is None else go & fine
+        if go is not None:
+            weights = torch.where(go, weights, self.weights)
+            moments = chosen(go, moments, self.moments)
+        self.weights, self.moments = leaf(weights), moments
 
-    def generator(self) -> torch.Generator:
-        """A random generator on the model's device, seeded by `seed` and the number of the batch: replays are exact."""
-        digest = hashlib.sha256(f"{self.seed} {self.count} {self._inner}".encode()).digest()
-        return torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "big"))
+    def _sound(self, weights: Tensor, moments: Moments) -> Tensor:
+        """Whether new weights and moments are finite, and in the range of the model's precision: 0-d bool."""
+        fine = weights.abs().amax() < self.model.largest()  # false for NaN
+        for moment in moments.values():
+            if moment.device == fine.device:
+                fine = fine & moment.isfinite().all()
+        return fine
 
     @torch.no_grad()
-    def _bearable(self, gradient: list[Tensor]) -> Tensor:
-        """Whether a step along the gradient leaves finite weights, on the device: no NaN in it, nothing near an overflow."""
-        params = [p.detach() for p in self.parameters.values()]
-        slope, size = (together(torch._foreach_norm(part, math.inf)) for part in (gradient, params))
-        room = _room(tuple(p.dtype for p in params), slope.device)
-        return ((slope < LARGEST_GRADIENT) & ((slope + 1) * self._lr < room) & (size < room)).all()  # false for NaN
-
-    @untracked()
     def recover(self, where: Tensor, *, moments: bool = True) -> None:
         """Put the weights back to their source values, and the moments to zero, where the 0-d bool tensor is true."""
-        for name, p in self.parameters.items():
-            p.copy_(torch.where(where, self.source_values[name], p))
-        if moments and self.optimizer is not None:
-            for value in (value for kept in self.optimizer.state.values() for value in kept.values()):
-                if isinstance(value, Tensor):
-                    value.masked_fill_(where.to(value.device), 0)
+        self.weights = leaf(torch.where(where, self.source, self.weights))
+        if moments:
+            self.moments = chosen(where, {k: torch.zeros_like(v) for k, v in self.moments.items()}, self.moments)
 
-    # ---- what a user calls ----
+    # ---- memory ----
 
-    def __call__(self, x: Input) -> Tensor:
-        """Adapt to the batch `x` and return its logits (B, K)."""
-        return self.step(x).logits
+    @torch.no_grad()
+    def put(self, name: str, rows: Tensor, values: Tensor) -> None:
+        """Overwrite some rows of a large entry of `state` in place; undone if the step fails or is refused."""
+        entry = self.state[name]
+        self._undo.append((entry, rows, entry[rows].clone()))
+        entry[rows] = values.to(entry)
 
-    def step(self, x: Input) -> Step:
-        """Adapt to the batch `x` and return logits, per-sample losses and which samples were used."""
-        if not self._close.alive:
-            raise ClosedError(
-                f"this {self.name} adapter is closed and has given its model back; adapt() the model again"
-            )
-        x = checked(x)
-        with self._lock:  # two threads take turns
-            self._follow_device()
-            if any(module.training for module in self._modules):
-                self.model.eval()
-            with self._running(batch_size(x)):
-                if self.episodic or (self.reset_every is not None and self.count >= self.reset_every):
-                    self.reset()
-                out = self._step(x) if self.guard is None else self._guarded(x, self.guard)
-            self.count += 1
-            if self.guard is not None:
-                self.guard.keep(self)
-        return out
+    @torch.no_grad()
+    def undo(self, unless: Tensor | None = None) -> None:
+        """Take back what `put` has written, latest first; with `unless`, only where that 0-d bool tensor is false."""
+        while self._undo:
+            entry, rows, before = self._undo[-1]
+            entry[rows] = before if unless is None else torch.where(unless.to(entry.device), entry[rows], before)
+            self._undo.pop()
 
-    def _step(self, x: Input) -> Step:
-        self._lr = self.learning_rate(batch_size(x)) * (1.0 if self.guard is None else self.guard.scale)
-        if self.guard is None:
-            self.valid = torch.ones(batch_size(x), dtype=torch.bool, device=self._device)
-        for inner in range(self.steps):
-            self._inner = inner
-            out = self.adapt(x)
-        return Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
 
-    def _guarded(self, x: Input, guard: Guard) -> Step:
-        """A step as a transaction: what is not finite changes nothing."""
-        guard.act(self)
-        x, valid = guard.admit(x)
-        everything = torch.ones(batch_size(x), dtype=torch.bool, device=self._device)
-        self.valid = everything if valid is None else valid
-        self._ok = torch.ones((), dtype=torch.bool, device=self._device)
-        before = dict(self.state)
-        if guard.frozen:
-            with torch.no_grad():
-                out = Step(self.forward(x), used=torch.zeros_like(self.valid))
-        else:
-            out = self._step(x)
-        ok = self._ok & (out.logits.isfinite().all(dim=1) | ~self.valid).all()
-        self._keep_where(ok, before)
-        return guard.watch(self, x, out._replace(valid=self.valid), ok)
+def chosen(where: Tensor, new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`new` where the 0-d bool tensor is true, else `old`; read on the device, but for entries that are elsewhere.
 
-    @untracked()
-    def _keep_where(self, ok: Tensor, before: dict[str, Tensor]) -> None:
-        """Put the state back to what it was, where the step was not `ok`."""
-        if ok.device.type == "cpu":  # asking it costs nothing
-            if not ok:
-                self.state = before
-            return
-        for name, value in self.state.items():
-            old = before.get(name)
-            if old is not value and value.device == ok.device:
-                known = old is not None and old.shape == value.shape
-                self.state[name] = torch.where(ok, value, old if known else torch.zeros_like(value))  # type: ignore[arg-type]
+    Example:
+        >>> chosen(torch.tensor(False), {"a": torch.ones(1)}, {"a": torch.zeros(1)})
+        {'a': tensor([0.])}
+    """
+    if new.keys() != old.keys():
+        return new if bool(where) else old
 
-    def placed(self, name: str, value: Tensor) -> Tensor:
-        """The entry `name` of `state` on the device where it belongs."""
-        return value.to("cpu" if self.stays and name.startswith(self.stays) else self._device)
+    def one(name: str) -> Tensor:
+        if new[name] is old[name]:
+            return new[name]
+        if new[name].device == where.device and new[name].shape == old[name].shape:
+            return torch.where(where, new[name], old[name])
+        return new[name] if bool(where) else old[name]
 
-    def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; abstain where it is large."""
-        return self.objective.uncertainty(logits)
-
-    def learning_rate(self, batch: int) -> float:
-        """The learning rate for a batch of that size."""
-        if self.lr is not None:
-            return self.lr
-        without, with_batch_norm = self.paper_lr
-        if self.batch_norms:
-            return with_batch_norm * (min(1.0, batch / 32) if self.scales_lr else 1.0)
-        return without * (batch / 64 if self.scales_lr else 1.0)
-
-    @untracked()
-    def reset(self) -> None:
-        """Back to the state after construction: weights, moments, averages, counters."""
-        with self._lock:
-            for name, p in self.parameters.items():
-                p.copy_(self.source_values[name])
-            if self.optimizer is not None:
-                self.optimizer.state.clear()
-                optim.prepare(self.optimizer)
-            self.state = self.initial_state()
-            self.count = 0
-            if self.guard is not None:
-                self.guard.forget()
-
-    def health(self) -> dict[str, float]:
-        """Counters and gauges of the guard as flat numbers; waits for the device. Without a guard, the steps only."""
-        with self._lock:
-            return {"steps": float(self.count)} if self.guard is None else self.guard.health()
-
-    def close(self, *, keep: bool = False) -> None:
-        """Give the model back as it was handed in: weights, modes, gradient flags. May be called again.
-
-        Args:
-            keep: leave the adapted weights in the model.
-        """
-        if self._close.alive:
-            if keep:
-                self.source_values.update({name: p.detach().clone() for name, p in self.parameters.items()})
-            self._close()
-            _adapted.pop(self.model, None)
-
-    def __enter__(self) -> Self:
-        """Enter a `with` block; on its end the model is given back."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give the model back."""
-        self.close()
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move the model; what the method remembers follows."""
-        self.model.to(*args, **kwargs)
-        return self
-
-    def eval(self) -> Self:
-        """Do nothing: an adapter is always in evaluation mode. It is here so that it can stand where a model stood."""
-        return self
-
-    # ---- state ----
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All that the next step depends on, as a flat dictionary of copied tensors."""
-        with self._lock:
-            return state.collect(self)
-
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Continue from `state_dict()` of an adapter of the same method on the same source model, bit for bit."""
-        with self._lock, untracked():
-            state.restore(self, saved)
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the state to a safetensors file, whole or not at all."""
-        with self._lock:
-            state.save(self, path)
-
-    def load(self, path: str | PathLike[str]) -> None:
-        """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
-        with self._lock, untracked():
-            state.load(self, path)
-
-    # ---- configuration ----
-
-    @classmethod
-    def hyperparameters(cls) -> dict[str, Any]:
-        """Names and defaults of what the constructor takes, own ones first: the constructor is the configuration."""
-        found: dict[str, Any] = {}
-        only_common = False
-        for parent in cls.__mro__:
-            if (
-                "__init__" not in vars(parent)
-                or not issubclass(parent, Method)
-                or (only_common and parent is not Method)
-            ):
-                continue
-            for p in inspect.signature(parent).parameters.values():
-                if p.kind is inspect.Parameter.KEYWORD_ONLY:
-                    found.setdefault(p.name, p.default)
-                elif p.kind is inspect.Parameter.VAR_KEYWORD:
-                    only_common = "Common" in str(p.annotation)  # what else its parent takes is not passed on
-        return found
-
-    def __repr__(self) -> str:
-        """Method, objective, what adapts and at which learning rate."""
-        if not self.descends:
-            return f"{type(self).__name__}({type(self.model).__name__}, objective={self.objective!r})"
-        if self.lr is not None:
-            rate = f"{self.lr:g}"
-        elif self.batch_norms:
-            rate = f"{self.paper_lr[1]:g} (the paper's for BatchNorm models)"
-        else:
-            scale = " x batch/64" if self.scales_lr else ""
-            rate = f"{self.paper_lr[0]:g}{scale} (the paper's for models without BatchNorm)"
-        size = sum(p.numel() for p in self.parameters.values())
-        return (
-            f"{type(self).__name__}({type(self.model).__name__}, objective={self.objective!r}, lr={rate}, "
-            f"adapts {size:,} values in {len(self.parameters)} tensors)"
-        )
-
-    # ---- inside ----
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @contextmanager
-    def _running(self, batch: int) -> Iterator[None]:
-        layers = self.batch_norms if self.batch_statistics else []
-        with torch.inference_mode(False), torch.enable_grad(), batch_statistics(layers, batch):
-            yield
-
-    def _follow_device(self) -> None:
-        """After the user has moved or cast the model, bring snapshots, moments and state along."""
-        for name, p in self.parameters.items():
-            if self.source_values[name].device == p.device and self.source_values[name].dtype == p.dtype:
-                return  # the first one tells
-            break
-        for name, p in self.parameters.items():
-            self.source_values[name] = self.source_values[name].to(p)
-            moments = self.optimizer.state[p] if self.optimizer is not None else {}
-            for key, value in moments.items():
-                if isinstance(value, Tensor):
-                    moments[key] = value.to(p) if value.shape == p.shape else value.to(p.device)
-        self.state = {name: self.placed(name, value) for name, value in self.state.items()}
+    return {name: one(name) for name in new}
 
 
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
@@ -527,76 +262,146 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
     return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
 
 
-@lru_cache(maxsize=64)  # to copy numbers to a GPU is to wait for it: once is enough
-def _room(dtypes: tuple[torch.dtype, ...], device: torch.device) -> Tensor:
-    """How large a step or a weight of each type may be, with a thousand such steps to spare."""
-    with torch.inference_mode(False):
-        return torch.tensor([torch.finfo(dtype).max / 1e3 for dtype in dtypes], dtype=torch.float64, device=device)
+@dataclass(kw_only=True, eq=False)
+class Method(ABC):
+    """What adapts a classifier, and how: a configuration, and the function `adapt`.
+
+    To write a method, subclass it, give it a `name` and write `adapt`. Arguments of its own are the fields of a dataclass.
+    What it remembers between batches goes into `ctx.state`, whose first value `initial_state` returns; what it finds once,
+    such as statistics of source data, `setup` returns. `come.testing.check_method` checks the contract.
+
+    Args:
+        objective: a name (`come.objectives.names()`) or an `Objective`.
+        select: which parameters adapt: a function from the model to a dict of its parameters by name. Whether a parameter
+            requires gradients plays no part.
+        lr: learning rate; None is the paper's for the model's family: 1e-3 x batch/64 for models with LayerNorm, GroupNorm
+            and the like, 2.5e-4 for models with BatchNorm (2.5e-4 x batch/32 below a batch of 32).
+        optimizer: "sgd", "adam", `come.optim.sgd(momentum=0.5)`, or a function (parameters, lr) -> torch optimizer.
+        steps: how often each batch is adapted to.
+        episodic: reset before each batch.
+        reset_every: reset after this many batches, again and again.
+        statistics: what BatchNorm normalizes by, in methods that use the batch's statistics. "batch": those of the batch, as
+            published. "mixed": n/(n + 16) of those of a batch of n and the rest of the source's, and the source's alone
+            when the guard finds that the batch's mislead the model. "source": the source's. None is "mixed" with a guard and
+            "batch" without.
+
+    Example:
+        >>> import come
+        >>> class Sharpen(come.Method):
+        ...     name = "sharpen"
+        ...     def adapt(self, ctx, x):
+        ...         logits = ctx.forward(x)
+        ...         loss = self.objective.entropy(logits)
+        ...         ctx.descend(loss.mean())
+        ...         return come.Step(logits, loss, ctx.valid)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+        >>> come.adapt(model, Sharpen(objective="em", lr=0.1))(torch.randn(5, 4)).shape
+        torch.Size([5, 3])
+    """
+
+    name: ClassVar[str]
+    """The name in the registry."""
+    needs: ClassVar[str] = "nothing"
+    """What it needs beside a model and batches, in a few words: source batches, images, features."""
+    cost: ClassVar[str] = "1f 1b"
+    """What a batch costs: so many forwards (f) and backwards (b) of it, at the default hyperparameters."""
+    descends: ClassVar[bool] = True
+    """Whether the method changes parameters by gradient descent, and so needs some to be selected."""
+    minimizes: ClassVar[bool] = True
+    """Whether the objective matters to what the method does, and not only to how its output is scored."""
+    changes: ClassVar[bool] = True
+    """Whether its answers can differ from the source model's."""
+    batch_statistics: ClassVar[bool] = True
+    """Whether BatchNorm layers use the statistics of the batch."""
+    paper_lr: ClassVar[tuple[float, float]] = (1e-3, 2.5e-4)
+    """What `lr=None` means: for models without and with BatchNorm."""
+    scales_lr: ClassVar[bool] = True
+    """Whether that is scaled with the size of the batch; False where a step is not taken on the batch as a whole."""
+    on_host: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names in `state` that stay on the CPU when the model moves."""
+    once: ClassVar[tuple[str, ...]] = ("source",)
+    """Arguments that `setup` uses up; they are not kept."""
+
+    objective: str | Objective = "come"
+    select: Selector = norm_affine()
+    lr: float | None = None
+    optimizer: str | sgd | adam | OptimizerFactory = sgd()
+    steps: int = 1
+    episodic: bool = False
+    reset_every: int | None = None
+    statistics: StatisticsRule | None = None
+
+    def __post_init__(self) -> None:
+        self.objective: Objective = objectives.get(self.objective)
+        limit = "a positive number, or None for the paper's"
+        require(self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit)
+        require_int("steps", self.steps, 1)
+        require(isinstance(self.episodic, bool), "episodic", self.episodic, "True or False")
+        if self.reset_every is not None:
+            require_int("reset_every", self.reset_every, 1, ", or None")
+        words = get_args(StatisticsRule)
+        known = self.statistics is None or self.statistics in words
+        require(known, "statistics", self.statistics, f"one of {', '.join(words)}, or None")
+
+    # ---- what a method writes ----
+
+    @abstractmethod
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
+        """Predict the batch `x` and adapt to it, once. Gradients are on."""
+
+    def predict(self, ctx: Context, x: Inputs) -> Tensor:
+        """Logits (B, K) of the batch without adapting to it. Gradients are off."""
+        return ctx.forward(x)
+
+    def setup(self, ctx: Context) -> dict[str, Any]:
+        """What is found once when the method is put around a model, and kept in `ctx.fixed`. May take long."""
+        return {}
+
+    def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
+        """What `ctx.state` holds before the first batch `x`, after construction or a reset. Should be quick."""
+        return {}
+
+    def check(self, ctx: Context, x: Inputs, first: bool) -> None:
+        """Raise an `InputError` if the batch cannot be used; `first` after construction or a reset."""
+
+    # ---- configuration ----
+
+    @classmethod
+    def hyperparameters(cls) -> dict[str, Any]:
+        """Names and defaults of what the constructor takes, own ones first.
+
+        Example:
+            >>> from come.methods import Tent
+            >>> next(iter(Tent.hyperparameters().items()))
+            ('keep', 1.0)
+        """
+        taken = [p for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        common = [p for p in inspect.signature(Method).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        names = {p.name for p in common}
+        own = [p for p in taken if p.name not in names]
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+        rest = common if passes_on else [p for p in taken if p.name in names]
+        return {p.name: p.default for p in (*own, *rest)}
+
+    def learning_rate(self, batch: int, batch_norm: bool) -> float:
+        """The learning rate for a batch of that size, on a model with or without BatchNorm."""
+        if self.lr is not None:
+            return self.lr
+        without, with_batch_norm = self.paper_lr
+        if batch_norm:
+            return with_batch_norm * (min(1.0, batch / 32) if self.scales_lr else 1.0)
+        return without * (batch / 64 if self.scales_lr else 1.0)
 
 
-# ---- checks ----
+_registry: Registry[type[Method]] = Registry("method", entry_points="come.methods")
+M = TypeVar("M", bound=type[Method])
 
 
-def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:
-    """The parameters that `select` names in `model`, after checking that the model can be adapted at all."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the model is a {type(model).__name__}; come adapts a torch.nn.Module")
-    owner = _adapted.get(model)
-    if owner is not None and (alive := owner()) is not None:
-        raise ModelError(
-            f"this {type(model).__name__} is being adapted already, by {alive.name}; close() that adapter first, "
-            "or adapt copy.deepcopy(model)"
-        )
-    if any(p.is_inference() for p in model.parameters()):
-        raise ModelError(
-            f"the parameters of {type(model).__name__} were made under torch.inference_mode and can never have a "
-            "gradient; build or load the model outside of it"
-        )
-    if not callable(select):
-        raise ConfigError(f"select is {select!r}; give a function from a model to its parameters by name")
-    chosen = select(model)
-    known = dict(model.named_parameters())
-    for name, p in chosen.items():
-        if known.get(name) is not p:
-            raise ConfigError(f"select chose {name!r}, which is not a parameter of {type(model).__name__}")
-        if not p.is_floating_point():
-            raise ConfigError(f"select chose {name!r} of type {p.dtype}; only floating-point parameters can adapt")
-    if descends and not chosen:
-        raise ModelError(
-            f"{method} has nothing to adapt: {select!r} finds no parameter in {type(model).__name__}. It needs "
-            "normalisation layers with weights; or choose what adapts yourself, e.g. select=come.select.everything()"
-        )
-    return chosen
-
-
-@contextmanager
-def _exchanged(pairs: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    # Not torch.func.functional_call: a module that the model holds under two names does not come back from it.
-    before = [p.data for p, _ in pairs]
-    try:
-        for p, value in pairs:
-            p.data = value
-        yield
-    finally:
-        for (p, _), value in zip(pairs, before, strict=True):
-            p.data = value
-
-
-# ---- giving the model back ----
-
-Flags = tuple[list[tuple[nn.Parameter, bool, Tensor | None]], list[tuple[nn.Module, bool]]]
-
-
-def _flags(model: nn.Module) -> Flags:
-    return [(p, p.requires_grad, p.grad) for p in model.parameters()], [(m, m.training) for m in model.modules()]
-
-
-@untracked()
-def _give_back(params: dict[str, nn.Parameter], source: dict[str, Tensor], flags: Flags) -> None:
-    for name, p in params.items():
-        p.copy_(source[name])
-    for p, requires_grad, grad in flags[0]:
-        p.requires_grad_(requires_grad)
-        p.grad = grad
-    for module, training in flags[1]:
-        module.training = training
+def register(method: M) -> M:
+    """Make a method available under its `name`, here and on the command line; usable as a decorator."""
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise ConfigError(f"register takes a subclass of come.Method, got {method!r}")
+    if not isinstance(getattr(method, "name", None), str):
+        raise ConfigError(f"{method.__name__} has no name; give the class an attribute name = '...'")
+    _registry.add(method.name, method)
+    return method

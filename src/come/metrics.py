@@ -236,7 +236,7 @@ def nll(log_probability: Tensor, label: Tensor) -> Tensor:
     r"""Negative log-likelihood of the label, per sample: :math:`-\ln p_{y_i}`.
 
     Args:
-        log_probability: (N, K), or logits: they are normalised here, which leaves log-probabilities as they are.
+        log_probability: (N, K), or logits: they are normalized here, which leaves log-probabilities as they are.
         label: (N,) class indices; negative marks an outlier.
 
     Returns:
@@ -257,7 +257,7 @@ def brier(log_probability: Tensor, label: Tensor) -> Tensor:
     r"""Brier score over all classes, per sample: :math:`\sum_k (p_k - [k = y_i])^2`.
 
     Args:
-        log_probability: (N, K), or logits: they are normalised here, which leaves log-probabilities as they are.
+        log_probability: (N, K), or logits: they are normalized here, which leaves log-probabilities as they are.
         label: (N,) class indices; negative marks an outlier.
 
     Returns:

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 from come.errors import ConfigError, ModelError, unknown
 
-NORMALISATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = {
+NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = {
     "model": None,
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-"""Named normalisations. "model" is what the weights expect; the paper's ViT numbers were taken with "imagenet" although
+"""Named normalizations. "model" is what the weights expect; the paper's ViT numbers were taken with "imagenet" although
 those weights expect "half"."""
 
 
@@ -44,7 +44,7 @@ class Preprocess:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Scale to [0, 1], bring to the model's size if needed, normalise."""
+        """Scale to [0, 1], bring to the model's size if needed, normalize."""
         x = images.float() / 255
         if x.shape[-2:] != (self.size, self.size):
             x = F.interpolate(x, (self.size, self.size), mode="bilinear", antialias=True, align_corners=False)
@@ -74,20 +74,20 @@ DESCRIPTIONS = {
 }
 
 
-def load(name: str, *, checkpoint: str | Path | None = None, normalisation: str = "model") -> Model:
+def load(name: str, *, checkpoint: str | Path | None = None, normalization: str = "model") -> Model:
     """A model by name, in evaluation mode.
 
     Args:
         name: "glyphs-vit", "glyphs-resnet", "timm:NAME" or "torchvision:NAME".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
-        normalisation: a name of `NORMALISATIONS`.
+        normalization: a name of `NORMALIZATIONS`.
 
     Example:
         >>> load("glyphs-vit").num_classes
         100
     """
-    if normalisation not in NORMALISATIONS:
-        raise unknown("normalisation", normalisation, NORMALISATIONS)
+    if normalization not in NORMALIZATIONS:
+        raise unknown("normalization", normalization, NORMALIZATIONS)
     kind, _, rest = name.partition(":")
     if name in GLYPHS:
         if checkpoint is not None:
@@ -99,7 +99,7 @@ def load(name: str, *, checkpoint: str | Path | None = None, normalisation: str 
         model = _torchvision(name, rest, checkpoint)
     else:
         raise unknown("model", name, DESCRIPTIONS)
-    chosen = NORMALISATIONS[normalisation]
+    chosen = NORMALIZATIONS[normalization]
     if chosen is not None:
         model = replace(model, preprocess=replace(model.preprocess, mean=chosen[0], std=chosen[1]))
     model.module.eval()
@@ -107,7 +107,7 @@ def load(name: str, *, checkpoint: str | Path | None = None, normalisation: str 
 
 
 def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
-    """An untrained source model of the glyphs data, (B, 3, 32, 32) normalised -> (B, 100).
+    """An untrained source model of the glyphs data, (B, 3, 32, 32) normalized -> (B, 100).
 
     Args:
         kind: "vit" or "resnet".

@@ -1,6 +1,6 @@
-r"""What adaptation minimises: log-masses, and everything that follows from them.
+r"""What adaptation minimizes: log-masses, and everything that follows from them.
 
-An objective is one function, `log_mass(logits) -> (..., M)`: a normalised log-distribution over M outcomes. Softmax has
+An objective is one function, `log_mass(logits) -> (..., M)`: a normalized log-distribution over M outcomes. Softmax has
 the K classes as outcomes. A subjective opinion has K + 1: the classes and "I do not know". All else is derived here, once,
 for every objective:
 
@@ -33,6 +33,7 @@ from come.registry import Registry, parse
 Evidence = Literal["exp", "exp-1", "relu", "softplus"]
 
 SMALLEST_NORM = 1e-30  # below this a vector of logits counts as zero: dividing by it would overflow float32
+MASKED = -1e30  # stands for a logit of -inf: its mass is exactly 0, and 0 * ln 0 is 0
 
 
 def hold_norm(logits: Tensor, p: float = 2.0) -> Tensor:
@@ -80,7 +81,10 @@ class Objective(ABC):
 
     @abstractmethod
     def log_mass(self, logits: Tensor) -> Tensor:
-        """Map logits (..., K) to log-masses (..., M), computed in float32 or better, finite for finite logits."""
+        """Map logits (..., K) to log-masses (..., M), computed in float32 or better, finite for finite logits.
+
+        A logit of -inf is a class that the model rules out: its mass is 0.
+        """
 
     def entropy(self, logits: Tensor) -> Tensor:
         r"""Entropy of the mass, per sample: :math:`H = -\sum_j e^{m_j} m_j`.
@@ -173,7 +177,7 @@ class Objective(ABC):
         return 1 - m.amax(dim=-1).exp()
 
 
-def _normalised(z: Tensor) -> Tensor:
+def _normalized(z: Tensor) -> Tensor:
     # Not log_softmax: on the CPU it adds up long rows one by one and is off by 1e-4 at K = 100,000. The shift keeps the
     # digits that z - logsumexp(z) loses when both are large.
     z = z - z.detach().amax(dim=-1, keepdim=True)
@@ -186,7 +190,7 @@ def _entropy(m: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Softmax(Objective):
-    r"""Entropy minimisation (EM): the mass is the softmax of the logits.
+    r"""Entropy minimization (EM): the mass is the softmax of the logits.
 
     .. math:: m = \log \mathrm{softmax}(\tau f)
 
@@ -209,7 +213,7 @@ class Softmax(Objective):
 
     def log_mass(self, logits: Tensor) -> Tensor:
         """Log-softmax over the K classes, (..., K) -> (..., K)."""
-        return _normalised(_prepare(logits, self.freeze_norm, self.p, self.tau))
+        return _normalized(_prepare(logits, self.freeze_norm, self.p, self.tau))
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,7 @@ class Opinion(Objective):
         evidence: "exp" is what the published implementation does. "exp-1" is Eq. 3 to 5 of the paper with the evidence
             clamped at 0 (as printed, a negative logit makes a negative belief and a NaN). "relu" and "softplus" are
             the usual alternatives of evidential learning.
-        eps: added to every mass, without renormalising. 0 by default; 1e-7 reproduces the published numbers.
+        eps: added to every mass, without renormalizing. 0 by default; 1e-7 reproduces the published numbers.
 
     Example:
         >>> come = Opinion()
@@ -256,8 +260,8 @@ class Opinion(Objective):
     def log_mass(self, logits: Tensor) -> Tensor:
         """Log-beliefs and log-uncertainty, (..., K) -> (..., K + 1)."""
         z = _log_evidence(_prepare(logits, self.freeze_norm, self.p, self.tau), self.evidence)
-        ignorance = z.new_full((*z.shape[:-1], 1), math.log(logits.shape[-1]))
-        m = _normalised(torch.cat([z, ignorance], dim=-1))
+        ignorance = (~logits.isneginf()).sum(dim=-1, keepdim=True).clamp_min(1).to(z.dtype).log()  # ln K
+        m = _normalized(torch.cat([z, ignorance], dim=-1))
         return (m.exp() + self.eps).log() if self.eps else m
 
 
@@ -267,15 +271,16 @@ def _check_norm(p: float, tau: float) -> None:
 
 
 def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
-    """Check the class axis, leave half precision, apply Eq. 9."""
+    """Check the class axis, leave half precision, apply Eq. 9 to the classes that are not masked by -inf."""
     if logits.ndim < 1 or logits.shape[-1] < 2:
         raise InputError(f"logits have shape {tuple(logits.shape)}; the last axis needs K >= 2 classes")
     if not logits.is_floating_point():
         raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
-    z = exact(logits)
+    masked = logits.isneginf()
+    z = exact(logits).masked_fill(masked, 0)
     if freeze_norm:
         z = hold_norm(z, p)
-    return z if tau == 1 else z * tau
+    return (z if tau == 1 else z * tau).masked_fill(masked, MASKED)
 
 
 def _log_evidence(z: Tensor, evidence: Evidence) -> Tensor:

@@ -1,13 +1,16 @@
-"""Optimisers by value: what to build, written down before there is a model.
+"""Optimizers as pure functions: (weights, gradient, moments, learning rate) -> (weights, moments).
 
-The step can be called off on the device: `descend` hands the optimiser a flag tensor, and torch's fused kernels skip the
-update, moments and all, where it says so. Nothing waits for the GPU, and "no sample was selected" moves nothing.
+All adapted parameters are one vector (P,), so `sgd` and `adam` are a few operations, and nothing is changed in place: an
+update that is not wanted is dropped, moments included. Any other torch optimizer is built anew for each step from the
+moments; that is slower, and waits for the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,25 @@ from torch.optim import Optimizer
 from come.errors import ConfigError, require, unknown
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter], float], Optimizer]
-"""Takes the parameters and a learning rate, returns a torch optimiser."""
+"""Takes the parameters and a learning rate, returns a torch optimizer."""
+
+Moments = dict[str, Tensor]
+Split = Callable[[Tensor], list[Tensor]]
+"""Cuts a vector (P,) into the tensors of the single parameters."""
+Join = Callable[[Sequence[Tensor]], Tensor]
+"""The other way round."""
+
+
+class Rule(Protocol):
+    """An optimizer on a vector of weights."""
+
+    def init(self, weights: Tensor) -> Moments:
+        """Moments before the first step."""
+        ...
+
+    def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
+        """New weights and moments; `lr` is a 0-d tensor."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,8 +49,10 @@ class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
         weight_decay: added to the gradient times the parameter, >= 0.
 
     Example:
-        >>> sgd(momentum=0.9)([nn.Parameter(torch.ones(2))], 0.1).defaults["lr"]
-        0.1
+        >>> rule = sgd(momentum=0.9)
+        >>> w = torch.ones(2)
+        >>> rule.update(w, torch.ones(2), rule.init(w), torch.tensor(0.1))[0]
+        tensor([0.9000, 0.9000])
     """
 
     momentum: float = 0.9
@@ -37,91 +60,116 @@ class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
 
     def __post_init__(self) -> None:
         require(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
 
-    def __call__(self, params: Sequence[nn.Parameter], lr: float) -> Optimizer:
-        """Build the optimiser."""
-        return torch.optim.SGD(
-            list(params), lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=_fused(params)
-        )
+    def init(self, weights: Tensor) -> Moments:
+        """A velocity of zero: the first step is then the plain gradient, as torch's is."""
+        return {"momentum": torch.zeros_like(weights)} if self.momentum else {}
+
+    def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
+        """One step."""
+        if self.weight_decay:
+            gradient = gradient + self.weight_decay * weights
+        if self.momentum:
+            gradient = self.momentum * moments["momentum"] + gradient
+            moments = {"momentum": gradient}
+        return weights - lr * gradient, moments
 
 
 @dataclass(frozen=True)
 class adam:  # noqa: N801
-    """Adam, with decoupled weight decay (AdamW).
+    r"""Adam with decoupled weight decay (AdamW).
+
+    .. math:: \theta \leftarrow \theta (1 - \eta \lambda) - \eta \, \hat m / (\sqrt{\hat v} + 10^{-8})
 
     Args:
         betas: decay rates of the two moments, each in [0, 1).
-        weight_decay: decoupled weight decay, >= 0.
+        weight_decay: lambda, >= 0.
 
     Example:
-        >>> type(adam()([nn.Parameter(torch.ones(2))], 0.1)).__name__
-        'AdamW'
+        >>> rule = adam()
+        >>> w = torch.ones(2)
+        >>> rule.update(w, torch.full((2,), 5.0), rule.init(w), torch.tensor(0.1))[0]
+        tensor([0.9000, 0.9000])
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        require(all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two numbers in [0, 1)")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")
+        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
 
-    def __call__(self, params: Sequence[nn.Parameter], lr: float) -> Optimizer:
-        """Build the optimiser."""
-        # In float16 the usual 1e-8 is 0, and small squares are too: 0 / 0.
-        eps = 1e-4 if any(p.dtype == torch.float16 for p in params) else 1e-8
-        return torch.optim.AdamW(
-            list(params), lr=lr, betas=self.betas, eps=eps, weight_decay=self.weight_decay, fused=_fused(params)
-        )
+    def init(self, weights: Tensor) -> Moments:
+        """No step yet."""
+        zero = torch.zeros_like(weights)
+        return {"step": weights.new_zeros(()), "first": zero, "second": zero.clone()}
+
+    def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
+        """One step."""
+        b1, b2 = self.betas
+        step = moments["step"] + 1
+        first = torch.lerp(moments["first"], gradient, 1 - b1)
+        second = b2 * moments["second"] + (1 - b2) * gradient.square()
+        # Powers by exp: a GPU then needs no number from the host.
+        c1, c2 = (1 - torch.exp(step * math.log(b)) if b else step.new_ones(()) for b in self.betas)
+        weights = weights * (1 - lr * self.weight_decay) if self.weight_decay else weights
+        weights = weights - lr / c1 * first / (second.sqrt() / c2.sqrt() + 1e-8)
+        return weights, {"step": step, "first": first, "second": second}
 
 
-NAMED: dict[str, Callable[[], OptimizerFactory]] = {"sgd": sgd, "adam": adam}
+class TorchRule:
+    """Any torch optimizer as a `Rule`, one parameter tensor at a time as it expects."""
+
+    def __init__(self, build: OptimizerFactory, split: Split, join: Join) -> None:
+        self.build, self.split, self.join = build, split, join
+
+    def init(self, weights: Tensor) -> Moments:
+        """Nothing: the optimizer makes its own on its first step. It is built once here, so that errors come early."""
+        self._optimizer(weights, 1.0)
+        return {}
+
+    def _optimizer(self, weights: Tensor, lr: float) -> tuple[Optimizer, list[nn.Parameter]]:
+        params = [nn.Parameter(part.detach().clone()) for part in self.split(weights)]
+        optimizer = self.build(params, lr)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer must return a torch optimizer, got {type(optimizer).__name__}; pass 'sgd', 'adam', or a "
+                "function such as lambda params, lr: torch.optim.RMSprop(params, lr=lr)"
+            )
+        return optimizer, params
+
+    def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
+        """One step of a fresh optimizer that is given the moments of the one before."""
+        optimizer, params = self._optimizer(weights, float(lr))
+        for i, (p, g) in enumerate(zip(params, self.split(gradient), strict=True)):
+            p.grad = g.clone()
+            mine = {key: value.clone() for key, value in moments.items() if key.startswith(f"{i}.")}
+            if mine:
+                optimizer.state[p] = {key.partition(".")[2]: value for key, value in mine.items()}
+        optimizer.step()
+        kept = {
+            f"{i}.{key}": torch.as_tensor(value).detach()
+            for i, p in enumerate(params)
+            for key, value in optimizer.state[p].items()
+            if value is not None
+        }
+        return self.join([p.detach() for p in params]), kept
 
 
-def get(optimizer: str | OptimizerFactory) -> OptimizerFactory:
-    """The factory of that name with its defaults, or the factory itself.
+NAMED: dict[str, Callable[[], sgd | adam]] = {"sgd": sgd, "adam": adam}
 
-    Example:
-        >>> get("sgd")
-        sgd(momentum=0.9, weight_decay=0.0)
-    """
+
+def get(optimizer: str | sgd | adam | OptimizerFactory, split: Split, join: Join) -> Rule:
+    """The rule of that name with its defaults, the rule itself, or a torch optimizer made into one."""
     if isinstance(optimizer, str):
         if optimizer not in NAMED:
             raise unknown("optimizer", optimizer, NAMED)
         return NAMED[optimizer]()
+    if isinstance(optimizer, (sgd, adam)):
+        return optimizer
     if not callable(optimizer):
-        raise ConfigError(f"optimizer is {optimizer!r}; give a name or a function (parameters, lr) -> torch optimiser")
-    return optimizer
-
-
-def _fused(params: Sequence[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda") for p in params)
-
-
-def prepare(optimizer: Optimizer) -> None:
-    """Give SGD its momentum buffers before the first step.
-
-    torch creates them on the first step and leaves them unwritten when that step is called off. A buffer of zeros gives the
-    same first step, because mu * 0 + g = g without dampening.
-    """
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-            for p in group["params"]:
-                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-
-
-def step(optimizer: Optimizer, lr: float, go: Tensor | None) -> None:
-    """One optimiser step at learning rate `lr`, called off where the 0-d tensor `go` is false (None: always go)."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    if go is None:
-        optimizer.step()
-    elif all(group.get("fused") for group in optimizer.param_groups):
-        # The mechanism of torch.amp.GradScaler: a fused step reads `found_inf` on the device and does nothing if it is 1.
-        optimizer.grad_scale, optimizer.found_inf = None, (~go).float()  # type: ignore[attr-defined]
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    elif bool(go):  # an optimiser without fused kernels: ask the device
-        optimizer.step()
+        raise ConfigError(
+            f"optimizer must be 'sgd', 'adam' or a function (parameters, lr) -> torch optimizer, got {optimizer!r}"
+        )
+    return TorchRule(optimizer, split, join)

@@ -60,6 +60,10 @@ class Registry(Generic[T]):
         self._discover()
         return list(self._things)
 
+    def loaded(self) -> dict[str, T]:
+        """What is registered so far, without looking for installed packages."""
+        return dict(self._things)
+
     def _discover(self) -> None:
         group, self._group = self._group, None
         if group is not None:

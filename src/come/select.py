@@ -32,7 +32,7 @@ NORMS = (
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is a normalisation layer.
+    """Whether `module` is a normalization layer.
 
     True for torch's BatchNorm, LayerNorm, GroupNorm, RMSNorm and InstanceNorm and their subclasses, and for any class called
     "...Norm..." that owns nothing but vectors (libraries write their own RMSNorm).
@@ -48,7 +48,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norms(model: nn.Module) -> dict[str, nn.Module]:
-    """All normalisation layers of `model` by name, in its order.
+    """All normalization layers of `model` by name, in its order.
 
     Example:
         >>> list(norms(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))))
@@ -60,9 +60,9 @@ def norms(model: nn.Module) -> dict[str, nn.Module]:
 def blocks(model: nn.Module) -> list[str]:
     """Names of the blocks that `model` stacks, first to last: the ViT's layers, the ResNet's stages.
 
-    A stack is three or more siblings that all contain normalisation layers: the compound children of a `Sequential` or
+    A stack is three or more siblings that all contain normalization layers: the compound children of a `Sequential` or
     `ModuleList`, or children of any module that are called alike but for a number (`layer1`, `layer2`, ...). Of several
-    stacks the one with the most normalisation layers counts, the outermost first. A model without a stack gives [].
+    stacks the one with the most normalization layers counts, the outermost first. A model without a stack gives [].
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -97,12 +97,12 @@ def _families(parent: nn.Module, names: list[str]) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class norm_affine:  # noqa: N801 - reads as the verb it is: select=norm_affine(skip_last=0.25)
-    """Select the weights and biases of normalisation layers.
+    """Select the weights and biases of normalization layers.
 
     Args:
         skip_last: share of the blocks, counted from the end, to leave alone, in [0, 1); rounded to whole blocks, at least
-            one when positive. With it goes every normalisation layer behind the last block (the final norm). In a model
-            without a recognisable stack of blocks the last share of its normalisation layers is left alone.
+            one when positive. With it goes every normalization layer behind the last block (the final norm). In a model
+            without a recognizable stack of blocks the last share of its normalization layers is left alone.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))

@@ -79,7 +79,7 @@ class Setting:
     """What can be run by itself, because the method is reset before it: each of the corruptions, each of the outliers, or
     nothing ("")."""
     hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Hyper-parameters that the paper changes for this setting, by method."""
+    """Hyperparameters that the paper changes for this setting, by method."""
     severity: int = 5
     """The paper's."""
     corruptions: tuple[str, ...] | None = None

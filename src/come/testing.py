@@ -1,6 +1,6 @@
 """Contract checks for methods and objectives, ours and yours.
 
-    come.testing.check_method(lambda model: MyMethod(model, lr=1e-3))
+    come.testing.check_method(lambda model: come.adapt(model, MyMethod(lr=1e-3)))
     come.testing.check_objective(MyObjective())
 
 Each check is a function with a name; a failure is an `AssertionError` that says which one and on which model. Run them in
@@ -10,6 +10,8 @@ your own test suite; `come` runs the same ones over everything in its registry.
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
@@ -18,13 +20,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from come.adapter import Adapter
 from come.errors import ComeError, InputError, unknown
 from come.inputs import Input
-from come.method import Method, Step
+from come.method import Step
 from come.objectives import Objective
 
-MethodFactory = Callable[[nn.Module], Method]
-"""Puts the method under test around a model."""
+MethodFactory = Callable[[nn.Module], Adapter]
+"""Puts the method under test around a model, e.g. `lambda model: come.adapt(model, MyMethod())`."""
 
 CLASSES = 5
 SHAPE = (3, 8, 8)
@@ -34,10 +37,10 @@ SHAPE = (3, 8, 8)
 
 
 class TinyClassifier(nn.Module):
-    """Four small convolution blocks with one kind of normalisation, dropout included, (B, 3, 8, 8) -> (B, 5).
+    """Four small convolution blocks with one kind of normalization, dropout included, (B, 3, 8, 8) -> (B, 5).
 
     Args:
-        norm: makes a normalisation layer for a number of channels.
+        norm: makes a normalization layer for a number of channels.
         seed: of the weights; torch's global generator is left alone.
 
     Example:
@@ -66,10 +69,10 @@ class TinyClassifier(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """Four small blocks of attention with one kind of normalisation and a class token, (B, 3, 8, 8) -> (B, 5).
+    """Four small blocks of attention with one kind of normalization and a class token, (B, 3, 8, 8) -> (B, 5).
 
     Args:
-        norm: makes a normalisation layer for a number of channels, as for `TinyClassifier`.
+        norm: makes a normalization layer for a number of channels, as for `TinyClassifier`.
         seed: of the weights; torch's global generator is left alone.
 
     Example:
@@ -111,7 +114,7 @@ class _Block(nn.Module):
 
 
 def _for_tokens(layer: nn.Module) -> nn.Module:
-    """A normalisation of channels-first images that takes and gives tokens (B, N, d)."""
+    """A normalization of channels-first images that takes and gives tokens (B, N, d)."""
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].transpose(1, 2)[..., None],))
     layer.register_forward_hook(lambda _, inputs, out: out[..., 0].transpose(1, 2))
     return layer
@@ -128,7 +131,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer": _ChannelsLayerNorm,
     "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True),
 }
-"""The kinds of normalisation that every method is checked with."""
+"""The kinds of normalization that every method is checked with."""
 
 
 def batches(count: int = 3, size: int = 12, seed: int = 0) -> list[Tensor]:
@@ -145,7 +148,7 @@ def batches(count: int = 3, size: int = 12, seed: int = 0) -> list[Tensor]:
 # ---- what is checked of a method ----
 
 
-def _run(method: Method, data: Iterable[Input]) -> list[Step]:
+def _run(method: Adapter, data: Iterable[Input]) -> list[Step]:
     return [method.step(x) for x in data]
 
 
@@ -181,12 +184,64 @@ def _finite(make: MethodFactory, model: nn.Module) -> None:
     assert all(p.isfinite().all() for p in model.parameters()), "a non-finite parameter"
 
 
-def _only_selected_parameters_change(make: MethodFactory, model: nn.Module) -> None:
-    before = _copy(model)
+def _the_model_is_not_changed(make: MethodFactory, model: nn.Module) -> None:
+    model.train()
+    model.get_submodule("head").get_parameter("bias").requires_grad_(False)
+    before, modes = _copy(model), [m.training for m in model.modules()]
+    flags = [p.requires_grad for p in model.parameters()]
     method = make(model)
-    _run(method, batches())
-    wrong = _changed(model, before) - set(method.parameters)
-    assert not wrong, f"changed though not selected: {sorted(wrong)}"
+    for x in batches():
+        method.step(x)
+        assert not _changed(model, before), f"changed in the model: {sorted(_changed(model, before))}"
+        assert modes == [m.training for m in model.modules()], "a module's training mode was changed"
+        assert flags == [p.requires_grad for p in model.parameters()], "a parameter's requires_grad was changed"
+        assert all(p.grad is None for p in model.parameters()), "a gradient was left in the model"
+
+
+def _predicting_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
+    method = make(model)
+    _run(method, batches(2))
+    before = method.state_dict()
+    logits = method.predict(batches(3)[2])
+    assert logits.shape == (12, CLASSES)
+    assert torch.equal(logits, method.predict(batches(3)[2])), "predict() gives another answer the second time"
+    _unchanged(before, method.state_dict(), "predict()")
+
+
+def _an_error_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
+    """In every forward of a step, in turn; afterwards the same batch gives the same numbers."""
+    data = batches(3)
+    with make(model) as method:
+        expected = _run(method, data)
+    calls, fail_at = [0], [-1]
+
+    def hook(*_: object) -> None:
+        calls[0] += 1
+        if calls[0] == fail_at[0]:
+            raise OSError("injected")
+
+    handle = model.register_forward_hook(hook)
+    method = make(model)
+    _same(expected[:1], _run(method, data[:1]), "with a hook on the model")
+    before, number = method.state_dict(), 1
+    while True:
+        calls[0], fail_at[0] = 0, number
+        try:
+            step = method.step(data[1])
+        except OSError:
+            _unchanged(before, method.state_dict(), f"an error in forward number {number}")
+            number += 1
+            continue
+        break
+    fail_at[0] = -1
+    _same(expected[1:], [step, method.step(data[2])], "after errors in a step")
+    handle.remove()
+
+
+def _unchanged(before: dict[str, Tensor], after: dict[str, Tensor], what: str) -> None:
+    assert before.keys() == after.keys(), f"{what} changed the names in the state: {before.keys() ^ after.keys()}"
+    changed = [k for k in before if not torch.allclose(before[k], after[k], rtol=0, atol=0, equal_nan=True)]
+    assert not changed, f"{what} changed {changed}"
 
 
 def _reset_replays_identically(make: MethodFactory, model: nn.Module) -> None:
@@ -225,18 +280,18 @@ def _batch_of_one(make: MethodFactory, model: nn.Module) -> None:
 
 
 def _empty_selection_moves_nothing(make: MethodFactory, model: nn.Module) -> None:
+    unsure = [False]
+    head = model.get_submodule("head")
+    handle = head.register_forward_hook(lambda _, __, out: out * 0 if unsure[0] else None)
     method = make(model)
     _run(method, batches(1))  # so that there is momentum that could still move something
-    with torch.no_grad():
-        method.model.get_submodule("head").get_parameter("weight").zero_()  # no class is favoured: nothing is reliable
-        method.model.get_submodule("head").get_parameter("bias").zero_()
+    unsure[0] = True  # no class is favoured: nothing is reliable
     before = method.state_dict()
     step = method.step(batches(2)[1])
+    handle.remove()
     if step.used is not None and not step.used.any():
         after = method.state_dict()
-        moved = [
-            k for k in before if k.startswith(("parameter.", "optimizer.")) and not torch.equal(before[k], after[k])
-        ]
+        moved = [k for k in before if k.startswith(("weights", "moment.")) and not torch.equal(before[k], after[k])]
         assert not moved, f"no sample was used, yet these moved: {moved}"
 
 
@@ -321,26 +376,46 @@ def _bad_input_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
             pass
         else:
             raise AssertionError(f"a {bad.dtype} batch of shape {tuple(bad.shape)} was accepted")
-    after = method.state_dict()
-    changed = [k for k in before if not torch.allclose(before[k], after[k], rtol=0, atol=0, equal_nan=True)]
-    assert not changed, f"a refused batch changed {changed}"
+    _unchanged(before, method.state_dict(), "a refused batch")
 
 
-def _close_gives_the_model_back(make: MethodFactory, model: nn.Module) -> None:
-    model.train()
-    model.get_submodule("head").get_parameter("bias").requires_grad_(False)
-    before, modes = _copy(model), [m.training for m in model.modules()]
-    flags = [p.requires_grad for p in model.parameters()]
+def _a_closed_adapter_answers_no_more(make: MethodFactory, model: nn.Module) -> None:
+    before = _copy(model)
     method = make(model)
-    _run(method, batches())
+    _run(method, batches(1))
     method.close()
     assert not _changed(model, before), f"not given back: {sorted(_changed(model, before))}"
-    assert modes == [m.training for m in model.modules()], "a module's training mode was not given back"
-    assert flags == [p.requires_grad for p in model.parameters()], "a parameter's requires_grad was not given back"
-    assert all(p.grad is None for p in model.parameters()), "a gradient was left behind"
-    with contextlib.suppress(ComeError):
-        method.step(batches(1)[0])
-        raise AssertionError("a closed adapter still answers")
+    for call in (lambda: method.step(batches(1)[0]), lambda: method.predict(batches(1)[0]), method.reset):
+        with contextlib.suppress(ComeError):
+            call()
+            raise AssertionError("a closed adapter still answers")
+
+
+def _copies_and_pickles(make: MethodFactory, model: nn.Module) -> None:
+    data = batches(4)
+    method = make(model)
+    _run(method, data[:2])
+    for twin in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
+        assert twin.model is not method.model, "the copy shares its model"
+        before = method.state_dict()
+        answers = _run(twin, data[2:])
+        _unchanged(before, method.state_dict(), "a copy")
+        with tempfile.TemporaryDirectory() as folder:
+            method.save(Path(folder) / "state")
+            _same(_run(method, data[2:]), answers, "a copy")
+            method.load(Path(folder) / "state")
+
+
+def _half_precision(make: MethodFactory, model: nn.Module) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        method = make(copy.deepcopy(model).to(dtype))
+        before = method.adapted_parameters
+        for step in _run(method, [x.to(dtype) for x in batches()]):
+            assert step.logits.dtype == dtype, f"{dtype} became {step.logits.dtype}"
+            assert step.valid is None or step.valid.all(), f"samples were not answered in {dtype}"
+        assert all(v.dtype == torch.float32 and v.isfinite().all() for v in method.adapted_parameters.values())
+        if before and method.method.descends and method.health().get("update_refused"):
+            raise AssertionError(f"an update was refused in {dtype}")
 
 
 METHOD_CHECKS: dict[str, Callable[[MethodFactory, nn.Module], None]] = {
@@ -348,7 +423,9 @@ METHOD_CHECKS: dict[str, Callable[[MethodFactory, nn.Module], None]] = {
     for check in (
         _shapes,
         _finite,
-        _only_selected_parameters_change,
+        _the_model_is_not_changed,
+        _predicting_changes_nothing,
+        _an_error_changes_nothing,
         _reset_replays_identically,
         _resume_is_exact,
         _input_is_untouched,
@@ -363,7 +440,9 @@ METHOD_CHECKS: dict[str, Callable[[MethodFactory, nn.Module], None]] = {
         _cast_and_move,
         _mappings_and_tuples,
         _bad_input_changes_nothing,
-        _close_gives_the_model_back,
+        _a_closed_adapter_answers_no_more,
+        _copies_and_pickles,
+        _half_precision,
     )
 }
 """Every check of `check_method` by name."""
@@ -376,32 +455,32 @@ def check_method(
     checks: Iterable[str] = tuple(METHOD_CHECKS),
     model: Callable[[Callable[[int], nn.Module]], nn.Module] = TinyClassifier,
 ) -> None:
-    """Check that a method keeps the contract of `come.Method`, on small models with every kind of normalisation.
+    """Check that a method keeps the contract of `come.Method`, on small models with every kind of normalization.
 
     Args:
-        make: puts the method around a model, e.g. `lambda model: MyMethod(model, lr=1e-3)`. It is called with fresh
-            models that map (B, 3, 8, 8) to (B, 5).
-        norms: kinds of normalisation to check with, of `NORMS`.
+        make: puts the method around a model, e.g. `lambda model: come.adapt(model, MyMethod(lr=1e-3))`. It is called with
+            fresh models that map (B, 3, 8, 8) to (B, 5).
+        norms: kinds of normalization to check with, of `NORMS`.
         checks: which checks to run, of `METHOD_CHECKS`.
         model: `TinyClassifier`, or `TinyTransformer` for methods that need tokens.
 
     Raises:
-        AssertionError: names the check and the kind of normalisation.
+        AssertionError: names the check and the kind of normalization.
 
     Example:
-        >>> from come.methods import Tent
-        >>> check_method(lambda model: Tent(model, lr=1e-3), norms=["layer"], checks=["shapes", "finite"])
+        >>> import come
+        >>> check_method(lambda model: come.adapt(model, "tent", lr=1e-3), norms=["layer"], checks=["shapes", "finite"])
     """
     for norm in norms:
         if norm not in NORMS:
-            raise unknown("kind of normalisation", norm, NORMS)
+            raise unknown("kind of normalization", norm, NORMS)
         for name in checks:
             if name not in METHOD_CHECKS:
                 raise unknown("check", name, METHOD_CHECKS)
             try:
                 METHOD_CHECKS[name](make, model(NORMS[norm]))
             except Exception as error:
-                raise AssertionError(f"check {name!r} with {norm} normalisation: {error}") from error
+                raise AssertionError(f"check {name!r} with {norm} normalization: {error}") from error
 
 
 # ---- what is checked of an objective ----
@@ -410,7 +489,7 @@ def check_method(
 def check_objective(objective: Objective) -> None:
     """Check that an objective keeps the contract of `come.Objective`.
 
-    Shapes; normalised masses; finite values and gradients for K from 2 to 100,000, for logits up to 1e4, for all-zero
+    Shapes; normalized masses; finite values and gradients for K from 2 to 100,000, for logits up to 1e4, for all-zero
     logits, in float16, bfloat16, float32 and float64; half precision computed in float32; each sample by itself; classes
     treated alike; confidence and uncertainty in [0, 1].
 

@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 class Case:
-    """One recorded case: its hyper-parameters, tensors, and how far a result may be from them."""
+    """One recorded case: its hyperparameters, tensors, and how far a result may be from them."""
 
     def __init__(self, name, config):
         self.name, self.config = name, config

@@ -55,7 +55,7 @@ def floats(value: float) -> torch.Tensor:
             ValueError,
             r"range from 0\.5 to 1\.01; floating images must be in \[0, 1\]",
         ),
-        ({"images": floats(-0.5)}, ValueError, r"range from -0\.5 to 0\.5.*normalisation"),
+        ({"images": floats(-0.5)}, ValueError, r"range from -0\.5 to 0\.5.*normalization"),
         ({"images": floats(200.0)}, ValueError, r"divide by 255"),
         ({"index": torch.arange(3)}, ValueError, r"index has shape \(3,\); it must be \(2,\)"),
         ({"index": torch.zeros(2, 1).long()}, ValueError, r"index has shape \(2, 1\)"),

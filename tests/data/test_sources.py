@@ -98,7 +98,7 @@ def test_torchvision_and_plain_data_sets():
     with pytest.raises(come.InputError, match="torchvision's CIFAR10 is not in nowhere"):
         open_source("torchvision:CIFAR10:nowhere")
     mine = DatasetSource([(torch.zeros(3, 8, 8), 0)], num_classes=2, name="mine")
-    with pytest.raises(come.InputError, match="leave normalisation to the benchmark"):
+    with pytest.raises(come.InputError, match="leave normalization to the benchmark"):
         mine.load([0])
     with pytest.raises(come.InputError, match="is empty"):
         DatasetSource([], num_classes=2, name="mine")

@@ -47,7 +47,7 @@ class Cell:
     batch_size: int = 64
     seed: int = 0
     checkpoint: str | None = None
-    normalisation: str = "model"
+    normalization: str = "model"
     source_data: str | None = None
     source_size: int = 2000
     outliers: str | None = None

@@ -14,8 +14,8 @@ from come.bench.cell import Cell
 from come.errors import ConfigError, require, unknown
 from come.registry import literal, parse
 
-GIVEN = frozenset({"objective", "source", "normalisation", "seed"})
-"""Hyper-parameters that a run sets itself: by its objectives, data, model and seeds."""
+GIVEN = frozenset({"objective", "source", "normalization", "seed"})
+"""Hyperparameters that a run sets itself: by its objectives, data, model and seeds."""
 
 QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if group != "extra")
 """The first corruption of each of the four groups."""
@@ -43,9 +43,9 @@ class Plan:
     batch_size: int = 64
     seeds: tuple[int, ...] = (0,)
     hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Hyper-parameters by method: {"tent": {"lr": 5e-4}}."""
+    """Hyperparameters by method: {"tent": {"lr": 5e-4}}."""
     checkpoint: str | None = None
-    normalisation: str = "model"
+    normalization: str = "model"
     source_data: str | None = None
     source_size: int = 2000
     limit: int | None = None
@@ -94,7 +94,7 @@ class Plan:
         known = methods.get(method).hyperparameters()
         for key in chosen:
             if key not in known or key in GIVEN:
-                raise unknown(f"hyper-parameter of {method}", key, set(known) - GIVEN)
+                raise unknown(f"hyperparameter of {method}", key, set(known) - GIVEN)
 
     def _check_outliers(self, setting: settings.Setting) -> None:
         require(0 < self.outlier_ratio < 1, "outlier-ratio", self.outlier_ratio, "between 0 and 1")
@@ -118,8 +118,8 @@ class Plan:
         for spec in self.methods:
             method, variant = parse(spec)
             hyper = setting.hyper.get(method, {}) | self.hyper.get(method, {}) | variant
-            # A method that minimises nothing is the same with every objective but for its score: run it with the first.
-            for objective in self.objectives if methods.get(method).minimises else self.objectives[:1]:
+            # A method that minimizes nothing is the same with every objective but for its score: run it with the first.
+            for objective in self.objectives if methods.get(method).minimizes else self.objectives[:1]:
                 for seed, piece, outlier in product(self.seeds, by_corruption, outliers):
                     yield Cell(
                         model=self.model,
@@ -134,7 +134,7 @@ class Plan:
                         batch_size=self.batch_size,
                         seed=seed,
                         checkpoint=self.checkpoint,
-                        normalisation=self.normalisation,
+                        normalization=self.normalization,
                         source_data=self.source_data,
                         source_size=self.source_size,
                         outliers=outlier,

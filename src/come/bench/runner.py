@@ -72,7 +72,7 @@ class Bench:
             ) from error
         plan = self.plan
         self._model = self.model or models.load(
-            plan.model, checkpoint=plan.checkpoint, normalisation=plan.normalisation
+            plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization
         )
         self._model.module.to(self._device)
         preprocess = self._model.preprocess
@@ -193,8 +193,8 @@ class Bench:
             arguments, known = dict(cell.hyper), get_method(cell.base).hyperparameters()
             if "source" in known:
                 arguments["source"] = list(self._source_batches(cell))
-            if "normalisation" in known:
-                arguments["normalisation"] = (self._model.preprocess.mean, self._model.preprocess.std)
+            if "normalization" in known:
+                arguments["normalization"] = (self._model.preprocess.mean, self._model.preprocess.std)
             if "seed" in known:
                 arguments["seed"] = cell.seed
             try:

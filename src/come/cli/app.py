@@ -18,7 +18,7 @@ app = typer.Typer(
     help="""Test-time adaptation that knows what it does not know.
 
 Start with [bold]come bench[/]: in about two minutes, on two cores and without a network, it shows how Tent, EATA and SAR fare
-under corruption with entropy minimisation (em) and with COME.""",
+under corruption with entropy minimization (em) and with COME.""",
 )
 
 

@@ -88,7 +88,7 @@ def bench(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", rich_help_panel=HOW, metavar="METHOD.NAME=VALUE", help="A hyper-parameter, e.g. tent.lr=5e-4."
+            "--set", rich_help_panel=HOW, metavar="METHOD.NAME=VALUE", help="A hyperparameter, e.g. tent.lr=5e-4."
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(rich_help_panel=HOW, help="\\[64]")] = None,
@@ -96,8 +96,8 @@ def bench(
     checkpoint: Annotated[
         str | None, typer.Option(rich_help_panel=HOW, help="Weights to use in place of the pretrained ones.")
     ] = None,
-    normalisation: Annotated[
-        str | None, typer.Option(rich_help_panel=HOW, help=f"{', '.join(models.NORMALISATIONS)}. \\[model]")
+    normalization: Annotated[
+        str | None, typer.Option(rich_help_panel=HOW, help=f"{', '.join(models.NORMALIZATIONS)}. \\[model]")
     ] = None,
     source_data: Annotated[
         str | None,
@@ -151,7 +151,7 @@ def bench(
         "batch_size": batch_size,
         "limit": limit,
         "checkpoint": checkpoint,
-        "normalisation": normalisation,
+        "normalization": normalization,
         "source_data": source_data,
         "source_size": source_size,
     }
@@ -211,7 +211,7 @@ def _title(plan: Plan) -> str:
 
 def _show_grid(console: Console, plan: Plan, cells: list[Cell], folder: Path) -> None:
     table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for name in ("cell", "method", "objective", "corruptions", "seed", "hyper-parameters"):
+    for name in ("cell", "method", "objective", "corruptions", "seed", "hyperparameters"):
         table.add_column(name)
     for cell in cells:
         hyper = " ".join(f"{k}={v}" for k, v in cell.hyper.items())

@@ -20,7 +20,7 @@ from come.method import Method
 LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
     "methods": lambda: [
         ("method", "what it does", "COME", "needs", "cost"),
-        *((n, _summary(m), "yes" if m.minimises else "-", m.needs, m.cost) for n, m in _methods()),
+        *((n, _summary(m), "yes" if m.minimizes else "-", m.needs, m.cost) for n, m in _methods()),
     ],
     "objectives": lambda: [
         ("objective", "what it is"),

@@ -223,7 +223,7 @@ def _check_images(images: Tensor, index: Tensor | None) -> Tensor:
                 "images contain NaN; all values must be in [0, 1]: replace them, e.g. images.nan_to_num(0)"
             )
         if low < -_SLACK or high > 1.0 + _SLACK:
-            fix = "divide by 255" if high > 2.0 and low >= 0.0 else "undo the normalisation or clamp to [0, 1]"
+            fix = "divide by 255" if high > 2.0 and low >= 0.0 else "undo the normalization or clamp to [0, 1]"
             raise InputError(f"images range from {low:.4g} to {high:.4g}; floating images must be in [0, 1]: {fix}")
     if index is None:
         return torch.arange(shape[0], device=images.device)

@@ -210,7 +210,7 @@ def elastic_transform(x: Tensor, parameters: tuple[float, float, float], draws: 
     grid = torch.empty(batch, height, width, 2, dtype=torch.float32, device=x.device)
     column = torch.arange(width, dtype=torch.float32, device=x.device)
     row = torch.arange(height, dtype=torch.float32, device=x.device).unsqueeze(1)
-    # pixel p has the normalised position (2 p + 1) / n - 1
+    # pixel p has the normalized position (2 p + 1) / n - 1
     torch.add(column.mul_(2.0 / width).add_(1.0 / width - 1.0), field[:, 0], alpha=2.0 / width, out=grid[..., 0])
     torch.add(row.mul_(2.0 / height).add_(1.0 / height - 1.0), field[:, 1], alpha=2.0 / height, out=grid[..., 1])
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="reflection", align_corners=False)

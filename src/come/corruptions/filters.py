@@ -59,7 +59,7 @@ def extend(x: Tensor, left: int, right: int, top: int, bottom: int, mode: str) -
 
 
 def gaussian_taps(sigma: float, truncate: float = 4.0) -> list[float]:
-    """Right half of a sampled and normalised Gaussian: weight at 0, 1, ..., int(truncate * sigma + 0.5)."""
+    """Right half of a sampled and normalized Gaussian: weight at 0, 1, ..., int(truncate * sigma + 0.5)."""
     radius = int(truncate * sigma + 0.5)
     if radius == 0:
         return [1.0]

@@ -1,7 +1,7 @@
 """JPEG compression and decompression of 8-bit images, by Pillow or by a discrete cosine transform in torch.
 
 Both paths follow libjpeg's defaults, which are those of ``PIL.Image.save(..., quality=q)``: Annex K
-quantisation tables scaled by quality, YCbCr, 4:2:0 chroma, and "fancy" (triangle) chroma upsampling in the
+quantization tables scaled by quality, YCbCr, 4:2:0 chroma, and "fancy" (triangle) chroma upsampling in the
 decoder. The torch path leaves out only the entropy coder, which loses nothing. ``"auto"`` takes Pillow for
 CPU tensors, where it is faster, when it is installed, and torch otherwise; :func:`jpeg_backend` forces one.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .filters import extend
 
-__all__ = ["jpeg_backend", "jpeg_by_dct", "jpeg_by_pillow", "jpeg_round_trip", "quantisation_tables"]
+__all__ = ["jpeg_backend", "jpeg_by_dct", "jpeg_by_pillow", "jpeg_round_trip", "quantization_tables"]
 
 _BACKENDS = ("auto", "pillow", "dct")
 _backend: ContextVar[str] = ContextVar("jpeg_backend", default="auto")
@@ -122,7 +122,7 @@ def jpeg_by_pillow(images: Tensor, quality: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def quantisation_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+def quantization_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
     """Scale the standard tables as libjpeg does: q' = clamp((q s + 50) // 100, 1, 255).
 
     s = 5000 // quality below quality 50, else 200 - 2 quality.
@@ -134,7 +134,7 @@ def quantisation_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tupl
         The luminance and the chrominance table, 8 rows of 8 each.
 
     Example:
-        >>> quantisation_tables(50)[0][0]
+        >>> quantization_tables(50)[0][0]
         (16, 11, 10, 16, 24, 40, 51, 61)
     """
     if not 1 <= quality <= 100:
@@ -149,11 +149,11 @@ def quantisation_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tupl
 
 @lru_cache(maxsize=32)
 def _constants(quality: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Orthonormal DCT matrix, both quantisation tables, and the two colour matrices, on a device."""
+    """Orthonormal DCT matrix, both quantization tables, and the two colour matrices, on a device."""
     k = torch.arange(8, dtype=torch.float64)
     dct = torch.cos((2 * k + 1) * k[:, None] * math.pi / 16) * 0.5
     dct[0] *= math.sqrt(0.5)
-    luminance, chrominance = quantisation_tables(quality)
+    luminance, chrominance = quantization_tables(quality)
     to_ycc = torch.tensor([[0.299, 0.587, 0.114], [-0.168735892, -0.331264108, 0.5], [0.5, -0.418687589, -0.081312411]])
     to_rgb = torch.tensor([[1.0, 0.0, 1.402], [1.0, -0.344136286, -0.714136286], [1.0, 1.772, 0.0]])
     made = (dct.float(), torch.tensor(luminance).float(), torch.tensor(chrominance).float(), to_ycc, to_rgb)
@@ -162,12 +162,12 @@ def _constants(quality: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 
 def _quantise(plane: Tensor, table: Tensor, dct: Tensor) -> Tensor:
-    """Take a plane through 8x8 DCT, quantisation and back, rounded to 0..255.
+    """Take a plane through 8x8 DCT, quantization and back, rounded to 0..255.
 
     Args:
         plane: float tensor of shape (B, N, h, w), values 0..255; any h, w (padded by its last row and
             column).
-        table: quantisation steps, (8, 8).
+        table: quantization steps, (8, 8).
         dct: orthonormal DCT matrix, (8, 8).
 
     Returns:

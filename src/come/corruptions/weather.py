@@ -257,13 +257,13 @@ def _distance(edges: Tensor, most: int = 20) -> Tensor:
 def _water(layer: Tensor) -> Tensor:
     """Shade water drops, with values 0..255 in ``layer``, by their distance from the rim.
 
-    The distance to the rim (at most 20) is blurred, histogram-equalised, embossed with
+    The distance to the rim (at most 20) is blurred, histogram-equalized, embossed with
     [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], blurred, multiplied by the layer and divided by its largest value.
     """
     height, width = layer.shape[-2:]
     distance = _box3(_distance(_edges(layer))).add_(1e-3).floor_()
     count = float(height * width)
-    # equalisation: every value v is mapped to 255 (P(d <= v) - P(d = least)) / (1 - P(d = least))
+    # equalization: every value v is mapped to 255 (P(d <= v) - P(d = least)) / (1 - P(d = least))
     share = torch.stack([(distance <= v).float().sum((1, 2, 3)) for v in range(21)], 1).div_(count)
     least = share + (share <= 0).float() * 2.0
     first = least.amin(1, keepdim=True)

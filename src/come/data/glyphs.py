@@ -28,10 +28,10 @@ from come.data.glyphs_textures import SIDE, random_rows
 __all__ = ["MEAN", "STD", "GlyphOutliers", "Glyphs"]
 
 MEAN: tuple[float, float, float] = (0.5, 0.5, 0.5)
-"""Mean of the pixels (range 0 to 1) per channel, for normalisation."""
+"""Mean of the pixels (range 0 to 1) per channel, for normalization."""
 
 STD: tuple[float, float, float] = (0.27, 0.26, 0.28)
-"""Standard deviation of the pixels (range 0 to 1) per channel, for normalisation."""
+"""Standard deviation of the pixels (range 0 to 1) per channel, for normalization."""
 
 Split = Literal["train", "test", "source"]
 Kind = Literal["near", "far"]
@@ -66,7 +66,7 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> int:
 
 
 class _Drawn(Dataset[tuple[Tensor, int]], ABC):
-    """What both data sets share: the index arithmetic and the vectorised batch."""
+    """What both data sets share: the index arithmetic and the vectorized batch."""
 
     def __init__(self, size: int, seed: int, fonts: str | os.PathLike[str] | None) -> None:
         self.size = _whole("size", size, 1, 2**31)

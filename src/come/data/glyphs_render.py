@@ -1,10 +1,10 @@
 """Drawing of the images of :mod:`come.data.glyphs`: colours, clutter, characters, textures alone.
 
-Everything here is vectorised over a batch, and each image is a pure function of its own row of random
+Everything here is vectorized over a batch, and each image is a pure function of its own row of random
 numbers. Only single IEEE operations with a defined rounding are used (add, multiply, divide, square root,
 floor, compare; no sine, no matrix product, no sum over an axis), so an image does not depend on its place in
 the batch, on the vector units of the machine, or on the number of threads. What is left to the platform is
-the rasteriser behind the masks (FreeType).
+the rasterizer behind the masks (FreeType).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a stream to batches on a device: decoded by workers ahead of time, corrupted and normalised on the device."""
+"""From a stream to batches on a device: decoded by workers ahead of time, corrupted and normalized on the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Batch:
     """What a method gets, and what it is scored against."""
 
     images: Tensor
-    """(B, 3, H, W), normalised, on the device"""
+    """(B, 3, H, W), normalized, on the device"""
     labels: Tensor
     """(B,) int64 on the device; -1 marks an outlier"""
     indices: Tensor
@@ -95,7 +95,7 @@ def batches(
 ) -> Iterator[Batch]:
     """The stream in batches, in its order.
 
-    Workers decode ahead of the consumer; corruption and normalisation run on the device. `account` adds up the time that
+    Workers decode ahead of the consumer; corruption and normalization run on the device. `account` adds up the time that
     the consumer waited for data: on a GPU it must stay a small share, and every record says how large it was.
 
     Example:

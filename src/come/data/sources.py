@@ -351,7 +351,7 @@ class DatasetSource(Source):
             if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
                 raise InputError(
                     f"an image of {self.name} is {image.dtype} of shape {tuple(image.shape)}; "
-                    "it must be a PIL picture or a uint8 tensor (3, H, W): leave normalisation to the benchmark"
+                    "it must be a PIL picture or a uint8 tensor (3, H, W): leave normalization to the benchmark"
                 )
             return image
         return _to_tensor(_square(image.convert("RGB"), self._geometry) if self._geometry else image.convert("RGB"))

@@ -1,60 +1,35 @@
-"""One paper, one file. `names()` lists them; `get` finds one; `register` adds yours."""
+"""One paper, one file. Each file in this folder registers its method; `names()` lists them, `get` finds one."""
 
 from __future__ import annotations
 
-from come.errors import ConfigError
-from come.method import Method
-from come.methods.cotta import CoTTA
-from come.methods.deyo import DeYO
-from come.methods.eata import EATA
-from come.methods.foa import FOA
-from come.methods.lame import LAME
-from come.methods.memo import MEMO
-from come.methods.norm import Norm
-from come.methods.pl import PL
-from come.methods.rdumb import RDumb
-from come.methods.roid import ROID
-from come.methods.rotta import RoTTA
-from come.methods.sar import SAR
-from come.methods.source import Source
-from come.methods.t3a import T3A
-from come.methods.tea import TEA
-from come.methods.tent import Tent
-from come.registry import Registry
+import pkgutil
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "EATA",
-    "FOA",
-    "LAME",
-    "MEMO",
-    "PL",
-    "ROID",
-    "SAR",
-    "T3A",
-    "TEA",
-    "CoTTA",
-    "DeYO",
-    "Norm",
-    "RDumb",
-    "RoTTA",
-    "Source",
-    "Tent",
-    "get",
-    "names",
-    "register",
-]
+from come.errors import ConfigError, unknown
+from come.method import Method, _registry, register
+from come.registry import parse
 
-_registry: Registry[type[Method]] = Registry("method", entry_points="come.methods")
+for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    import_module(f"{__name__}.{_module}")
+
+globals().update({_class.__name__: _class for _class in _registry.loaded().values()})
+
+__all__ = ["get", "make", "names", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; methods: {', '.join(names())}")
 
 
 def names() -> list[str]:
-    """Names of all registered methods, in the paper's order, then what goes beyond it.
+    """Names of all registered methods, sorted.
 
     Example:
-        >>> names()[:3]
-        ['source', 'norm', 'pl']
+        >>> "tent" in names()
+        True
     """
-    return _registry.names()
+    return sorted(_registry.names())
 
 
 def get(method: str | type[Method]) -> type[Method]:
@@ -67,19 +42,28 @@ def get(method: str | type[Method]) -> type[Method]:
     if isinstance(method, type) and issubclass(method, Method):
         return method
     if not isinstance(method, str):
-        raise ConfigError(f"method is {method!r}; give a name ({', '.join(names())}) or a subclass of come.Method")
+        raise ConfigError(f"method must be a name ({', '.join(names())}) or a subclass of come.Method, got {method!r}")
     return _registry.get(method)
 
 
-def register(method: type[Method]) -> type[Method]:
-    """Make `method` available under its `name`, here and on the command line; usable as a decorator."""
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise ConfigError(f"{method!r} is not a subclass of come.Method")
-    if not isinstance(getattr(method, "name", None), str):
-        raise ConfigError(f"{method.__name__} has no name; give the class an attribute name = '...'")
-    _registry.add(method.name, method)
-    return method
+def make(method: str | type[Method], **hyperparameters: Any) -> Method:
+    """A method by its name with hyperparameters; the name may carry some, `name:argument=value:...`.
 
-
-for _method in (Source, Norm, PL, T3A, TEA, LAME, FOA, Tent, EATA, SAR, CoTTA, MEMO, DeYO, RoTTA, ROID, RDumb):
-    register(_method)
+    Example:
+        >>> make("tent:keep=0.5", lr=1e-3).keep
+        0.5
+    """
+    if isinstance(method, str):
+        method, given = parse(method)
+        if twice := sorted(given.keys() & hyperparameters.keys()):
+            raise ConfigError(f"{twice[0]} is given twice: in {method!r} and as an argument; give it once")
+        hyperparameters |= given
+    chosen = get(method)
+    known = chosen.hyperparameters()
+    for name in hyperparameters:
+        if name not in known:
+            raise unknown(f"hyperparameter of {chosen.name}", name, known)
+    try:
+        return chosen(**hyperparameters)
+    except TypeError as error:  # such as a comparison of text with a number
+        raise ConfigError(f"{chosen.name} has a hyperparameter of the wrong type: {error}; got {hyperparameters}") from error

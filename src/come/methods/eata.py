@@ -7,7 +7,7 @@ Niu et al., "Efficient Test-Time Model Adaptation without Forgetting", ICML 2022
     loss        mean over used i of exp(E0 - H_i) H_i  +  beta * sum_j F_j (theta_j - theta0_j)^2
     F           mean over source batches of (d/dtheta  cross-entropy(f(x), argmax f(x)))^2
 
-Adapts the affine parameters of normalisation layers, with BatchNorm on batch statistics; needs source batches for F (none
+Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs source batches for F (none
 with `beta=0`, which is the ETA of the paper); one forward and one backward per batch. H is the objective's entropy in the
 filter, the weight and the loss; the redundancy filter uses softmax probabilities whatever the objective, as published.
 
@@ -18,117 +18,107 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
-from come.inputs import Input, checked
-from come.method import Common, Method, Step, masked_mean
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from come.inputs import Input, Inputs, checked, exact
+from come.method import Context, Method, Step, masked_mean, register
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class EATA(Method):
     """EATA, with any objective.
 
     Args:
-        model: see `Method`.
-        source: batches of unlabelled source data, of the same form as the batches to come; the paper uses 2,000 images.
+        source: batches of unlabelled source data, of the same form as the batches to come; the paper uses 2,000 images. They
+            are read once and not kept.
         margin: E0 as a share of ln K, > 0.
         redundancy: a sample is redundant from this absolute cosine on, > 0.
         beta: strength of the anti-forgetting term, >= 0; with 0 no source data is needed.
-        **common: see `Method`.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        >>> method = EATA(model, source=[torch.randn(16, 4)], margin=1.0)
-        >>> method.step(torch.randn(10, 4)).logits.shape
+        >>> import come
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+        >>> classifier = come.adapt(model, EATA(source=[torch.randn(16, 4)], margin=1.0))
+        >>> classifier(torch.randn(10, 4)).shape
         torch.Size([10, 3])
     """
 
     name = "eata"
     needs = "source"
+    source: Iterable[Input] | None = None
+    margin: float = 0.4
+    redundancy: float = 0.05
+    beta: float = 2000.0
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        source: Iterable[Input] | None = None,
-        margin: float = 0.4,
-        redundancy: float = 0.05,
-        beta: float = 2000.0,
-        **common: Unpack[Common],
-    ) -> None:
-        require(margin > 0, "margin", margin, "positive: a share of ln K")
-        require(redundancy > 0, "redundancy", redundancy, "positive: a cosine")
-        require(0 <= beta < math.inf, "beta", beta, "at least 0")
-        if beta and source is None:
-            raise ConfigError(
-                f"eata needs source batches for its Fisher matrix (beta is {beta:g}): pass source=, an iterable of about "
-                "2,000 unlabelled source images in batches, or beta=0 to adapt without the anti-forgetting term"
-            )
-        self.source, self.margin, self.redundancy, self.beta = source, margin, redundancy, beta
-        super().__init__(model, **common)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.margin > 0, "margin", self.margin, "a positive share of ln K")
+        require(self.redundancy > 0, "redundancy", self.redundancy, "a positive cosine")
+        require(0 <= self.beta < math.inf, "beta", self.beta, ">= 0")
 
-    def initial_state(self) -> dict[str, Tensor]:
-        """No average yet; the Fisher matrix is estimated once and kept."""
-        fisher = {name: value for name, value in self.state.items() if name.startswith("fisher.")}
-        if self.beta and not fisher:
-            fisher = self._fisher()
-        return {**fisher, "averaged": torch.zeros((), dtype=torch.bool, device=self._device)}
+    def setup(self, ctx: Context) -> dict[str, Any]:
+        """The Fisher matrix."""
+        return {"fisher": self._fisher(ctx)} if self.beta else {}
 
-    def adapt(self, x: Input) -> Step:
+    def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
+        """No average yet."""
+        return {
+            "average": torch.zeros(ctx.classes(x), device=ctx.device),
+            "averaged": torch.zeros((), dtype=torch.bool, device=ctx.device),
+        }
+
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, filter, then one step down the weighted entropy plus the anti-forgetting term."""
-        logits = self.forward(x)
+        logits = ctx.forward(x)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
-        probability = logits.detach().float().softmax(dim=1)
-        average = self.state.get("average", torch.zeros_like(probability[0]))
-        averaged = self.state["averaged"]
+        probability = exact(logits.detach()).softmax(dim=1)
+        average, averaged = ctx.state["average"], ctx.state["averaged"]
 
         redundant = averaged & (F.cosine_similarity(average[None], probability).abs() >= self.redundancy)
-        used = self.valid & (entropy < margin) & ~redundant
+        used = ctx.valid & (entropy < margin) & ~redundant
         weight = (margin - entropy.detach()).exp()
         some = used.any()
         loss = masked_mean(weight * entropy, used)
-        self.descend(loss + self._forgetting() if self.beta else loss, go=some)
+        if self.beta:
+            loss = loss + self.beta * (ctx.fixed["fisher"] * (ctx.weights - ctx.source).square()).sum()
+        ctx.descend(loss, go=some)
 
-        new = masked_mean(probability, used)
+        new = masked_mean(probability, used).to(average)
         kept = torch.where(averaged, 0.9 * average + 0.1 * new, new)
-        self.state["average"] = torch.where(some, kept, average)
-        self.state["averaged"] = averaged | some
+        ctx.state["average"] = torch.where(some, kept, average)
+        ctx.state["averaged"] = averaged | some
         return Step(logits, entropy, used)
 
-    def _forgetting(self) -> Tensor:
-        """The anti-forgetting term: beta * sum F (theta - theta0)^2."""
-        terms = [
-            (self.state[f"fisher.{name}"] * (p - self.source_values[name]).square()).sum()
-            for name, p in self.parameters.items()
-        ]
-        return self.beta * torch.stack(terms).sum()
-
-    def _fisher(self) -> dict[str, Tensor]:
+    def _fisher(self, ctx: Context) -> Tensor:
         """Mean over the source batches of the squared gradient of the cross-entropy towards the model's own prediction."""
-        total = [torch.zeros_like(p) for p in self.parameters.values()]
-        batches = 0
-        for x in self.source or ():
-            x = checked(x)
+        if self.source is None:
+            raise ConfigError(
+                f"eata needs source batches for its Fisher matrix (beta is {self.beta:g}): pass source=, an iterable of "
+                "about 2,000 unlabelled source images in batches, or beta=0 to adapt without the anti-forgetting term"
+            )
+        total, batches = torch.zeros_like(ctx.source), 0
+        for batch in self.source:
+            x = checked(Inputs.of(batch))
             try:
-                logits = self.forward(x)
+                logits = ctx.forward(x, statistics="batch")
             except TypeError as error:
                 raise InputError(
                     f"the model cannot take a source batch ({error}); source batches are handed to it as they are: if your "
                     "loader gives (images, labels), pass source=(x for x, _ in loader)"
                 ) from error
-            loss = F.cross_entropy(logits.float(), logits.argmax(dim=1))
-            torch._foreach_add_(total, [g.square() for g in self.gradient(loss)])
+            loss = F.cross_entropy(exact(logits), logits.argmax(dim=1))
+            total += ctx.gradient(loss).square()
             batches += 1
         if not batches:
             raise ConfigError(
                 "source holds no batch (an exhausted iterator?); pass about 2,000 source images in batches"
             )
-        return {f"fisher.{name}": value / batches for name, value in zip(self.parameters, total, strict=True)}
+        return total / batches

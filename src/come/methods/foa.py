@@ -24,26 +24,22 @@ out; `cma` draws from a generator of its own, where that code seeds NumPy's glob
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from come.errors import ConfigError, InputError, ModelError, require
+from come.errors import ConfigError, InputError, ModelError, require, require_int
 from come.heads import Head
-from come.inputs import Input, batch_size, checked, logits_of, take
-from come.method import Common, Method, Step
-from come.select import blocks, norms, nothing
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from come.inputs import Input, Inputs, checked
+from come.method import Context, Method, Step, register
+from come.select import Selector, blocks, norms, nothing
 
 
 class Search(Protocol):
-    """A derivative-free optimiser that is asked for candidates and told their fitness (lower is better)."""
+    """A derivative-free optimizer that is asked for candidates and told their fitness (lower is better)."""
 
     def ask(self, batch: int) -> Tensor:
         """Candidates (n, D) for batch number `batch`."""
@@ -62,12 +58,13 @@ class Search(Protocol):
         ...
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class FOA(Method):
     """Forward-only adaptation, with any objective.
 
     Args:
-        model: see `Method`.
-        source: batches of unlabelled source data; the paper uses 32 images.
+        source: batches of unlabelled source data; the paper uses 32 images. They are read once and not kept.
         prompts: how many, at least 1; or the first ones themselves, (P, d).
         population: candidates for each batch, the best so far included, at least 3.
         discrepancy: lambda, what the distance to the source statistics counts for, >= 0.
@@ -76,13 +73,12 @@ class FOA(Method):
         head: the linear layer that gives the logits, or its name; None finds it.
         search: (dimensions, population, seed) -> `Search`; None is CMA-ES.
         seed: of the first prompts and the search.
-        **common: see `Method`.
 
     Example:
+        >>> import come
         >>> from come.testing import TinyTransformer
-        >>> model = TinyTransformer(nn.BatchNorm2d)
-        >>> method = FOA(model, source=[torch.randn(16, 3, 8, 8)], prompts=2, population=4)
-        >>> method(torch.randn(8, 3, 8, 8)).shape
+        >>> method = FOA(source=[torch.randn(16, 3, 8, 8)], prompts=2, population=4)
+        >>> come.adapt(TinyTransformer(nn.BatchNorm2d), method)(torch.randn(8, 3, 8, 8)).shape
         torch.Size([8, 5])
     """
 
@@ -91,155 +87,165 @@ class FOA(Method):
     cost = "28f"
     descends = False
     batch_statistics = False
-    selects = nothing()
-    stays = ("search.",)
+    on_host = ("search.", "batches")
+    select: Selector = nothing()
+    source: Iterable[Input] | None = None
+    prompts: int | Tensor = 3
+    population: int = 28
+    discrepancy: float = 0.4
+    keep: float = 0.9
+    chunk: int = 256
+    head: str | nn.Module | None = None
+    search: Callable[[int, int, int], Search] | None = None
+    seed: int = 0
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        source: Iterable[Input] | None = None,
-        prompts: int | Tensor = 3,
-        population: int = 28,
-        discrepancy: float = 0.4,
-        keep: float = 0.9,
-        chunk: int = 256,
-        head: str | nn.Module | None = None,
-        search: Callable[[int, int, int], Search] | None = None,
-        seed: int = 0,
-        **common: Unpack[Common],
-    ) -> None:
-        if isinstance(prompts, Tensor):
-            require(prompts.ndim == 2 and len(prompts) >= 1, "prompts", tuple(prompts.shape), "of shape (P, d)")
-        else:
-            require(isinstance(prompts, int) and prompts >= 1, "prompts", prompts, "a whole number, at least 1")
-        require(isinstance(population, int) and population >= 3, "population", population, "a whole number, at least 3")
-        require(discrepancy >= 0, "discrepancy", discrepancy, "at least 0")
-        require(0 <= keep <= 1, "keep", keep, "in [0, 1]")
-        require(isinstance(chunk, int) and chunk >= 1, "chunk", chunk, "a whole number, at least 1")
-        if source is None:
-            raise ConfigError(
-                "foa needs source batches for its statistics: pass source=, an iterable of batches with 32 or more unlabelled "
-                "source images in all"
-            )
-        self.source, self.prompts, self.population, self.seed = source, prompts, population, seed
-        self.discrepancy, self.keep, self.chunk = discrepancy, keep, chunk
-        self.head = Head(model, head)
-        self._make_search = search or CMAES
-        super().__init__(model, **common)
-
-    def initial_state(self) -> dict[str, Tensor]:
-        """First prompts, source statistics (taken once and kept), a search that has seen nothing."""
-        kept = {name: value for name, value in self.state.items() if name.startswith("source_")}
-        if not kept:
-            kept = self._source_statistics()
-        width = self._tokens.width
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.prompts, Tensor):
-            require(
-                self.prompts.shape[1] == width, "width of the prompts", self.prompts.shape[1], f"the model's: {width}"
+            shape = tuple(self.prompts.shape)
+            require(self.prompts.ndim == 2 and len(self.prompts) >= 1, "prompts", shape, "of shape (P, d)")
+        else:
+            require_int("prompts", self.prompts, 1)
+        require_int("population", self.population, 3)
+        require(self.discrepancy >= 0, "discrepancy", self.discrepancy, ">= 0")
+        require(0 <= self.keep <= 1, "keep", self.keep, "in [0, 1]")
+        require_int("chunk", self.chunk, 1)
+
+    def setup(self, ctx: Context) -> dict[str, Any]:
+        """Where tokens go in and features come out, and the statistics of the source."""
+        if self.source is None:
+            raise ConfigError(
+                "foa needs source batches for its statistics: pass source=, an iterable of batches with 32 or more "
+                "unlabelled source images in all"
             )
-            best = self.prompts.detach().clone().to(self._device)
+        ctx.fixed["head"] = Head(ctx.model.model, self.head)
+        tokens, found = None, []
+        with torch.no_grad():
+            for batch in self.source:
+                x = checked(Inputs.of(batch))
+                tokens = tokens or _Tokens.found(ctx, x)
+                seen = _Seen()
+                ctx.forward(x, hooks=tokens.hooks(seen, None, None))
+                found.append(seen.class_tokens())
+        if tokens is None or sum(map(len, found)) < 2:
+            raise ConfigError(
+                f"source holds {sum(map(len, found))} image(s) (an exhausted iterator?); foa needs at least 2 for a standard "
+                "deviation, better 32 or more"
+            )
+        if isinstance(self.prompts, Tensor):
+            width = self.prompts.shape[1]
+            require(width == tokens.width, "the width of prompts", width, f"the model's, {tokens.width}")
+        features = torch.cat(found)
+        return {
+            "head": ctx.fixed["head"],
+            "tokens": tokens,
+            "source_mean": features.mean(dim=0),
+            "source_std": features.std(dim=0),
+            "live": {},
+        }
+
+    def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
+        """First prompts, no shift yet, a search that has seen nothing."""
+        width = ctx.fixed["tokens"].width
+        if isinstance(self.prompts, Tensor):
+            best = self.prompts.detach().clone().to(ctx.device)
         else:
             draw = torch.Generator().manual_seed(self.seed)
-            best = (torch.rand(self.prompts, width, generator=draw) * 2 - 1).to(self._device) * (6 / width) ** 0.5 / 2
-        search = self._make_search(best.numel(), self.population, self.seed)
-        return {**kept, "best": best, **{f"search.{name}": value for name, value in search.state().items()}}
+            best = (torch.rand(self.prompts, width, generator=draw) * 2 - 1).to(ctx.device) * (6 / width) ** 0.5 / 2
+        search = self._make(best.numel())
+        return {
+            "best": best,
+            "history": ctx.fixed["source_mean"][-width:].clone(),  # no shift
+            "shifted": torch.zeros((), dtype=torch.bool, device=ctx.device),
+            "batches": torch.zeros((), dtype=torch.int64),
+            **{f"search.{name}": value for name, value in search.state().items()},
+        }
+
+    def predict(self, ctx: Context, x: Inputs) -> Tensor:
+        """The answer with the best prompts so far."""
+        _, features, _ = self._evaluate(ctx, x, ctx.state["best"][None])
+        return self._answer(ctx, features[0])
 
     @torch.no_grad()
-    def adapt(self, x: Input) -> Step:
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Evaluate the population, answer with its best, and tell the search."""
-        search = self._search()
-        best = self.state["best"]
-        drawn = search.ask(self.count * self.steps + self._inner)
+        search = self._search(ctx)
+        best = ctx.state["best"]
+        drawn = search.ask(int(ctx.state["batches"]))
         candidates = torch.cat([torch.unflatten(drawn.to(best), 1, best.shape), best[None]])
-        logits, features, statistics = self._evaluate(x, candidates)
+        logits, features, statistics = self._evaluate(ctx, x, candidates)
         entropy = self.objective.entropy(logits)
-        doubt = torch.where(self.valid, entropy, 0).sum(dim=1)
-        fitness = doubt + self.discrepancy * batch_size(x) / 64 * self._distance(statistics)
+        doubt = torch.where(ctx.valid, entropy, 0).sum(dim=1)
+        fitness = doubt + self.discrepancy * x.size / 64 * self._distance(ctx, statistics)
         fitness = fitness.nan_to_num(math.inf, math.inf, math.inf).clamp_max(torch.finfo(fitness.dtype).max)
         chosen = int(fitness.argmin())
+        answer = self._answer(ctx, features[chosen])
 
-        width, source = self._tokens.width, self.state["source_mean"]
-        answer = features[chosen]
-        if "history" in self.state:
-            answer = answer + (source[-width:] - self.state["history"]).to(answer)
-        mean = statistics.mean(dim=1).mean(dim=0)[-width:]
-        old = self.state.get("history", mean).to(mean)
-        self.state["history"] = torch.lerp(mean, old, self.keep)
-        self.state["best"] = candidates[chosen].clone()
+        mean = statistics.mean(dim=1).mean(dim=0)[-ctx.fixed["tokens"].width :]
+        old = torch.where(ctx.state["shifted"], ctx.state["history"].to(mean), mean)
+        ctx.state["history"] = torch.lerp(mean, old, self.keep)
+        ctx.state["shifted"] = torch.ones_like(ctx.state["shifted"])
+        ctx.state["best"] = candidates[chosen].clone()
+        ctx.state["batches"] = ctx.state["batches"] + 1
         # The search knows its own candidates by their digits: it is told what it was asked for, unrounded.
         told = torch.cat([drawn.double().cpu(), best.double().flatten()[None].cpu()])
         search.tell(told, fitness.double().cpu())
-        self._store(search)
-        return Step(self.head.linear(answer), entropy[chosen], self.valid)
+        self._store(ctx, search)
+        return Step(answer, entropy[chosen], ctx.valid)
 
-    def _distance(self, statistics: Tensor) -> Tensor:
+    def _answer(self, ctx: Context, features: Tensor) -> Tensor:
+        """Logits of features (B, d) after the shift."""
+        width = ctx.fixed["tokens"].width
+        shift = ctx.fixed["source_mean"][-width:] - ctx.state["history"]
+        linear: nn.Linear = ctx.fixed["head"].linear
+        return linear(features + torch.where(ctx.state["shifted"], shift, 0).to(features))  # type: ignore[no-any-return]
+
+    def _distance(self, ctx: Context, statistics: Tensor) -> Tensor:
         """Squared distance of each candidate's statistics (C, B, D) to the source's, (C,)."""
-        total = (statistics.mean(dim=1) - self.state["source_mean"].to(statistics)).square().sum(dim=1)
+        total = (statistics.mean(dim=1) - ctx.fixed["source_mean"].to(statistics)).square().sum(dim=1)
         if statistics.shape[1] > 1:
-            total = total + (statistics.std(dim=1) - self.state["source_std"].to(statistics)).square().sum(dim=1)
+            total = total + (statistics.std(dim=1) - ctx.fixed["source_std"].to(statistics)).square().sum(dim=1)
         return total
 
-    def _evaluate(self, x: Input, candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _evaluate(self, ctx: Context, x: Inputs, candidates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (C, B, K), features before the head (C, B, d) and class tokens of all blocks (C, B, L d)."""
-        batch = batch_size(x)
-        at_once = max(1, self.chunk // batch)
+        at_once = max(1, self.chunk // x.size)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         tokens: Tensor | None = None
         for some in torch.split(candidates, at_once):
             # The first call embeds the patches of the whole batch. Later ones hand the model one image, whose tokens are
             # replaced on their way into the first block by those of the batch.
-            inputs = x if tokens is None else take(x, slice(0, 1))
-            run = partial(self._logits, inputs, len(some) * batch)
-            with self._tokens.prompted(some, tokens) as seen:
-                features, logits = self.head.features(run)
+            inputs = x if tokens is None else x.take(slice(0, 1))
+            seen = _Seen()
+            hooks = ctx.fixed["tokens"].hooks(seen, some, tokens)
+            features, logits = ctx.features(inputs, hooks=hooks, size=len(some) * x.size)
             tokens = seen.tokens
             parts.append((logits, features, seen.class_tokens()))
         logits, features, statistics = (
-            torch.unflatten(torch.cat(part), 0, (len(candidates), batch)) for part in zip(*parts, strict=True)
+            torch.unflatten(torch.cat(part), 0, (len(candidates), x.size)) for part in zip(*parts, strict=True)
         )
         return logits, features, statistics
 
-    def _logits(self, x: Input, batch: int) -> Tensor:
-        return logits_of(self.call(x), batch)
-
-    # ---- source ----
-
-    def _source_statistics(self) -> dict[str, Tensor]:
-        found: list[Tensor] = []
-        with torch.no_grad():
-            for x in self.source:
-                x = checked(x)
-                if not found:
-                    self._tokens = _Tokens(self.model, partial(self.call, x))
-                with self._tokens.prompted(None, None) as seen:
-                    self.forward(x)
-                found.append(seen.class_tokens())
-        if sum(map(len, found)) < 2:
-            raise ConfigError(
-                f"source holds {sum(map(len, found))} image(s) (an exhausted iterator?); foa needs at least 2 for a standard "
-                "deviation, better 32 or more"
-            )
-        features = torch.cat(found)
-        return {"source_mean": features.mean(dim=0), "source_std": features.std(dim=0)}
-
     # ---- search ----
 
-    def _search(self) -> Search:
-        """The search that the state describes: the one at hand, unless a reset or a load came between."""
-        mine = {name.removeprefix("search."): v for name, v in self.state.items() if name.startswith("search.")}
-        live = getattr(self, "_live", None)
-        if live is None or any(mine.get(name) is not value for name, value in live[1].items()):
-            search = self._make_search(self.state["best"].numel(), self.population, self.seed)
-            search.restore(mine)
-            return search
-        found: Search = live[0]
-        return found
+    def _make(self, dimensions: int) -> Search:
+        return (self.search or CMAES)(dimensions, self.population, self.seed)
 
-    def _store(self, search: Search) -> None:
+    def _search(self, ctx: Context) -> Search:
+        """The search that the state describes: the one of the last batch, unless a reset, a load or a refusal came between."""
+        mine = {name.removeprefix("search."): v for name, v in ctx.state.items() if name.startswith("search.")}
+        live = ctx.fixed["live"].pop("search", None)
+        if live is not None and all(mine.get(name) is value for name, value in live[1].items()):
+            found: Search = live[0]
+            return found
+        search = self._make(ctx.state["best"].numel())
+        search.restore(mine)
+        return search
+
+    def _store(self, ctx: Context, search: Search) -> None:
         now = search.state()
-        self.state |= {f"search.{name}": value for name, value in now.items()}
-        self._live = (search, now)
+        ctx.state |= {f"search.{name}": value for name, value in now.items()}
+        ctx.fixed["live"]["search"] = (search, now)
 
 
 class _Seen:
@@ -257,56 +263,55 @@ class _Seen:
 class _Tokens:
     """Where the tokens of a ViT go into its first block, and the norms behind each block."""
 
-    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
+    def __init__(self, first: nn.Module, width: int, taps: list[nn.Module]) -> None:
+        self.first, self.width, self.taps = first, width, taps
+
+    @classmethod
+    def found(cls, ctx: Context, x: Inputs) -> _Tokens:
+        """Look at the model while it runs on `x`."""
+        model = ctx.model.model
         kind, names = type(model).__name__, blocks(model)
         refusal = f"foa puts prompts among the tokens of a vision transformer, but {kind} "
         if not names:
             raise ModelError(refusal + "has no stack of blocks; use another method ('come list methods')")
-        self.first = model.get_submodule(names[0])
+        first = model.get_submodule(names[0])
         order: list[str] = []
         shapes: list[torch.Size] = []
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             shapes.append(_hidden(args, kwargs)[0].shape)
 
-        handles = [self.first.register_forward_pre_hook(enter, with_kwargs=True)]
+        def noting(name: str, layer: nn.Module) -> Callable[[], Any]:
+            return lambda: layer.register_forward_hook(lambda *_: order.append(name))
+
         layers = norms(model)
-        for name, layer in layers.items():
-            handles.append(layer.register_forward_hook(lambda *_, name=name: order.append(name)))
-        try:
-            run()
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks = [noting(name, layer) for name, layer in layers.items()]
+        ctx.model.call(x, ctx.weights, hooks=[lambda: first.register_forward_pre_hook(enter, with_kwargs=True), *hooks])
         if len(shapes) != 1 or len(shapes[0]) != 3:
-            found = f"takes {tuple(shapes[0])}" if shapes else "is never run"
+            got = f"takes {tuple(shapes[0])}" if shapes else "is never run"
             raise ModelError(
-                refusal
-                + f"has none: its first block {found}, not tokens (B, N, d); use another method ('come list methods')"
+                refusal + f"has none: its first block {got}, not tokens (B, N, d); use another method ('come list methods')"
             )
-        self.width = shapes[0][-1]
         class_token = getattr(model, "num_prefix_tokens", None)
         if class_token is None:
             class_token = any(p.ndim == 3 and p.shape[:2] == (1, 1) for p in model.parameters())
         if not class_token:
             raise ModelError(refusal + "has no class token, whose features foa compares; use another method")
-        self.taps: list[nn.Module] = []
+        taps: list[nn.Module] = []
         for name in names[1:]:
             inside = [n for n in order if n.startswith(f"{name}.")]
             if inside:
-                self.taps.append(layers[inside[0]])
+                taps.append(layers[inside[0]])
         last = max((i for i, n in enumerate(order) if any(n.startswith(f"{b}.") for b in names)), default=-1)
-        if len(self.taps) != len(names) - 1 or last + 1 >= len(order):
+        if len(taps) != len(names) - 1 or last + 1 >= len(order):
             raise ModelError(refusal + "does not have a norm in each block and one behind the last; use another method")
-        self.taps.append(layers[order[last + 1]])
+        return cls(first, shapes[0][-1], [*taps, layers[order[last + 1]]])
 
-    @contextmanager
-    def prompted(self, prompts: Tensor | None, tokens: Tensor | None) -> Iterator[_Seen]:
-        """Within the block the first block takes each of `prompts` (C, P, d) together with the batch, (C B, N + P, d).
+    def hooks(self, seen: _Seen, prompts: Tensor | None, tokens: Tensor | None) -> list[Callable[[], Any]]:
+        """For a call in which the first block takes each of `prompts` (C, P, d) together with the batch, (C B, N + P, d).
 
-        The batch's tokens are `tokens`, or those that come along; they and the outputs of the taps can be seen afterwards.
+        The batch's tokens are `tokens`, or those that come along; they and the outputs of the taps are in `seen` afterwards.
         """
-        seen = _Seen()
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             coming, put = _hidden(args, kwargs)
@@ -317,13 +322,13 @@ class _Tokens:
             middle = prompts.to(base)[:, None].expand(-1, base.shape[1], -1, -1)
             return put(torch.cat([base[:, :, :1], middle, base[:, :, 1:]], dim=2).flatten(0, 1))
 
-        handles = [self.first.register_forward_pre_hook(enter, with_kwargs=True)]
-        handles += [tap.register_forward_hook(lambda _, __, out: seen.taps.append(out)) for tap in self.taps]
-        try:
-            yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
+        def tapping(tap: nn.Module) -> Callable[[], Any]:
+            return lambda: tap.register_forward_hook(lambda _, __, out: seen.taps.append(out))
+
+        return [
+            lambda: self.first.register_forward_pre_hook(enter, with_kwargs=True),
+            *(tapping(tap) for tap in self.taps),
+        ]
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -2,10 +2,10 @@
 
 Boudiaf et al., "Parameter-free Online Test-time Adaptation", CVPR 2022.
 
-    minimise over the assignments z_i   sum_i KL(z_i || p_i) - sum_ij w_ij z_i . z_j
+    minimize over the assignments z_i   sum_i KL(z_i || p_i) - sum_ij w_ij z_i . z_j
     by iterating                        z_i <- softmax(ln p_i + sum_j w_ij z_j)
 
-with the affinity w of L2-normalised features: the indicator of the k nearest others (knn), exp(-d^2 / 2 s^2) with s the mean
+with the affinity w of L2-normalized features: the indicator of the k nearest others (knn), exp(-d^2 / 2 s^2) with s the mean
 distance to the k-th nearest (rbf), or the inner product (linear).
 
 Adapts the output only; needs features (a model whose logits come from one linear layer) and more than k samples per batch.
@@ -16,40 +16,39 @@ It returns log-probabilities, so that a softmax over its output gives them back:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.errors import InputError, require
+from come.errors import InputError, require, require_int
 from come.heads import Head
-from come.inputs import Input, exact
-from come.method import Common, Method, Step
-from come.select import nothing
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from come.inputs import Inputs, exact
+from come.method import Context, Method, Step, register
+from come.select import Selector, nothing
 
 Affinity = Literal["knn", "rbf", "linear"]
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class LAME(Method):
     """Laplacian adjusted maximum-likelihood estimation.
 
     Args:
-        model: see `Method`.
         affinity: "knn", "rbf" or "linear".
         k: neighbours, at least 1; a batch needs more than k samples (knn), or at least k (rbf).
         symmetric: average the affinity with its transpose.
         iterations: at most so many, at least 1.
         tolerance: stop when the energy changes by less than this, relatively; not before the third iteration.
         head: the linear layer that gives the logits, or its name; None finds it.
-        **common: see `Method`.
 
     Example:
+        >>> import come
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> log_p = LAME(model, k=2)(torch.randn(10, 4))
+        >>> log_p = come.adapt(model, LAME(k=2))(torch.randn(10, 4))
         >>> bool(torch.allclose(log_p.exp().sum(dim=1), torch.ones(10)))
         True
     """
@@ -58,46 +57,49 @@ class LAME(Method):
     needs = "features"
     cost = "1f"
     descends = False
-    minimises = False
+    minimizes = False
     batch_statistics = False
-    selects = nothing()
+    select: Selector = nothing()
+    affinity: Affinity = "knn"
+    k: int = 5
+    symmetric: bool = True
+    iterations: int = 100
+    tolerance: float = 1e-8
+    head: str | nn.Module | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        affinity: Affinity = "knn",
-        k: int = 5,
-        symmetric: bool = True,
-        iterations: int = 100,
-        tolerance: float = 1e-8,
-        head: str | nn.Module | None = None,
-        **common: Unpack[Common],
-    ) -> None:
-        require(affinity in get_args(Affinity), "affinity", affinity, f"one of {', '.join(get_args(Affinity))}")
-        require(isinstance(k, int) and k >= 1, "k", k, "a whole number, at least 1")
-        require(isinstance(iterations, int) and iterations >= 1, "iterations", iterations, "a whole number, at least 1")
-        require(tolerance >= 0, "tolerance", tolerance, "at least 0")
-        self.affinity, self.k, self.symmetric = affinity, k, symmetric
-        self.iterations, self.tolerance = iterations, tolerance
-        self.head = Head(model, head)
-        super().__init__(model, **common)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        words = get_args(Affinity)
+        require(self.affinity in words, "affinity", self.affinity, f"one of {', '.join(words)}")
+        require_int("k", self.k, 1)
+        require_int("iterations", self.iterations, 1)
+        require(self.tolerance >= 0, "tolerance", self.tolerance, ">= 0")
+
+    def setup(self, ctx: Context) -> dict[str, Any]:
+        """The layer whose input is compared."""
+        return {"head": Head(ctx.model.model, self.head)}
+
+    def check(self, ctx: Context, x: Inputs, first: bool) -> None:
+        """A sample needs neighbours."""
+        least = {"knn": self.k + 1, "rbf": self.k, "linear": 1}[self.affinity]
+        if x.size < least:
+            raise InputError(
+                f"LAME's {self.affinity} affinity with k = {self.k} needs a batch of at least {least} samples, got {x.size}; "
+                "use larger batches, a smaller k, or affinity='linear'"
+            )
+
+    def predict(self, ctx: Context, x: Inputs) -> Tensor:
+        """Predict, then let neighbours agree."""
+        features, logits = ctx.features(x)
+        w = self._affinities(F.normalize(exact(features), dim=1))
+        return self._assign(exact(logits).softmax(dim=1), w)
 
     @torch.no_grad()
-    def adapt(self, x: Input) -> Step:
-        """Predict, then let neighbours agree."""
-        features, logits = self.head.features(lambda: self.forward(x))
-        w = self._affinities(F.normalize(exact(features), dim=1))
-        return Step(self._assign(exact(logits).softmax(dim=1), w))
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
+        """The same: nothing is remembered."""
+        return Step(self.predict(ctx, x))
 
     def _affinities(self, features: Tensor) -> Tensor:
-        size = len(features)
-        least = {"knn": self.k + 1, "rbf": self.k, "linear": 1}[self.affinity]
-        if size < least:
-            raise InputError(
-                f"a batch of {size} is too small for LAME's {self.affinity} affinity with k = {self.k}: it needs at least "
-                f"{least} samples; use larger batches, a smaller k, or affinity='linear'"
-            )
         if self.affinity == "linear":
             w = features @ features.T
         else:

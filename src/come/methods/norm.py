@@ -9,18 +9,24 @@ as it is. A layer that sees one value per channel (a batch of one at 1x1 resolut
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from come.method import register
 from come.methods.source import Source
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class Norm(Source):
     """The source model with the batch's own BatchNorm statistics.
 
     Example:
-        >>> import torch
+        >>> import come, torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-        >>> Norm(model)(torch.randn(64, 4) + 5).mean(0).abs().max() < 1e-5
+        >>> come.adapt(model, Norm(statistics="batch"))(torch.randn(64, 4) + 5).mean(0).abs().max() < 1e-5
         tensor(True)
     """
 
     name = "norm"
+    changes = True
     batch_statistics = True

@@ -11,41 +11,34 @@ Adapts what EATA adapts; needs nothing; one forward and one backward per batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from torch import nn
-
-from come.method import Common
+from come.method import register
 from come.methods.eata import EATA
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
+@register
+@dataclass(kw_only=True, eq=False)
 class RDumb(EATA):
     """ETA with a periodic reset.
 
     Args:
-        model: see `Method`.
         margin: see `EATA`.
         redundancy: see `EATA`.
-        **common: see `Method`; `reset_every` is 1000 here.
+        beta: see `EATA`; 0 here, so that no source data is needed.
+        reset_every: 1000 here.
 
     Example:
-        >>> import torch
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        >>> method = RDumb(model, reset_every=2)
+        >>> import come, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+        >>> classifier = come.adapt(model, RDumb(reset_every=2))
         >>> for _ in range(3):
-        ...     _ = method(torch.randn(10, 4))
-        >>> method.count
+        ...     _ = classifier(torch.randn(10, 4))
+        >>> classifier.count
         1
     """
 
     name = "rdumb"
     needs = "nothing"
-    resets = 1000
-
-    def __init__(
-        self, model: nn.Module, *, margin: float = 0.4, redundancy: float = 0.05, **common: Unpack[Common]
-    ) -> None:
-        super().__init__(model, margin=margin, redundancy=redundancy, beta=0.0, **common)
+    beta: float = 0.0
+    reset_every: int | None = 1000

@@ -10,7 +10,7 @@ Correction", WACV 2024.
     theta      <- momentum theta + (1 - momentum) source                    weight ensembling
     answer      ln p + ln prior,  prior = smoothed mean of p over the batch
 
-Adapts the affine parameters of normalisation layers, with BatchNorm on batch statistics; needs images whose normalisation is
+Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs images whose normalization is
 known for the view of C (none with `consistency=False`). Two forwards and one backward per batch.
 
 The objective's masses m take the place of the softmax in S, C and H: with "em" these are the published formulae.
@@ -23,28 +23,26 @@ that code multiplies logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from come.augment import Augment, jitter
 from come.errors import require
-from come.images import Normalisation
-from come.inputs import Input, exact, image_of, with_image
-from come.method import Common, Method, Step, untracked
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from come.images import Normalization
+from come.inputs import Inputs, exact
+from come.method import Context, Method, Step, leaf, masked_mean, register
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class ROID(Method):
     """ROID, with any objective.
 
     Args:
-        model: see `Method`.
-        normalisation: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
+        normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         consistency: also ask for the same answer on a view of each image.
         augment: what makes the view, (images (1, B, C, H, W) in [0, 1], generator) -> images; None is a soft
             `come.augment.jitter`.
@@ -53,11 +51,12 @@ class ROID(Method):
         temperature: T of the weights, > 0.
         prior_correction: multiply the answer by the smoothed class prior of the batch.
         seed: of the views.
-        **common: see `Method`.
 
     Example:
+        >>> import come
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, 5))
-        >>> ROID(model)(torch.rand(10, 3, 8, 8)).shape
+        >>> come.adapt(model, ROID())(torch.rand(10, 3, 8, 8)).shape
         torch.Size([10, 5])
     """
 
@@ -65,69 +64,65 @@ class ROID(Method):
     needs = "images"
     cost = "2f 1b"
     paper_lr = (2.5e-4, 2.5e-4)
+    normalization: tuple[Sequence[float], Sequence[float]] | Normalization | None = None
+    consistency: bool = True
+    augment: Augment | None = None
+    momentum: float = 0.99
+    average: float = 0.9
+    temperature: float = 1 / 3
+    prior_correction: bool = True
+    seed: int = 0
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        normalisation: tuple[Sequence[float], Sequence[float]] | Normalisation | None = None,
-        consistency: bool = True,
-        augment: Augment | None = None,
-        momentum: float = 0.99,
-        average: float = 0.9,
-        temperature: float = 1 / 3,
-        prior_correction: bool = True,
-        seed: int = 0,
-        **common: Unpack[Common],
-    ) -> None:
-        require(0 <= momentum <= 1, "momentum", momentum, "in [0, 1]")
-        require(0 <= average <= 1, "average", average, "in [0, 1]")
-        require(temperature > 0, "temperature", temperature, "positive")
-        self.normalisation = Normalisation.of(normalisation)
-        self.consistency, self.momentum, self.average, self.temperature = consistency, momentum, average, temperature
-        self.prior_correction, self.seed = prior_correction, seed
-        self.augment: Augment = augment or jitter(strength=0.5)
-        super().__init__(model, **common)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.momentum <= 1, "momentum", self.momentum, "in [0, 1]")
+        require(0 <= self.average <= 1, "average", self.average, "in [0, 1]")
+        require(self.temperature > 0, "temperature", self.temperature, "positive")
+        self.normalization: Normalization = Normalization.of(self.normalization)
 
-    def adapt(self, x: Input) -> Step:
+    def check(self, ctx: Context, x: Inputs, first: bool) -> None:
+        """The view is made of images."""
+        if self.consistency:
+            self.normalization.check(x.image("roid's consistency"), "roid's consistency", first)
+
+    def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
+        """An average that prefers no class."""
+        classes = ctx.classes(x)
+        return {"average": torch.full((classes,), 1 / classes, device=ctx.device)}
+
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, weigh, one step, and a little way back to the source."""
-        if self.consistency and not self.count:
-            self.normalisation.check(image_of(x, "roid's consistency"), "roid's consistency")
-        logits = self.forward(x)
+        logits = ctx.forward(x)
         probability = exact(logits.detach()).softmax(dim=1)
-        weight = self._weight(probability, self.objective.entropy(logits.detach()))
+        weight = self._weight(ctx, probability, self.objective.entropy(logits.detach()))
         mass = self.objective.log_mass(logits)
         loss = soft_likelihood_ratio(mass)
         if self.consistency:
-            images = self.normalisation.images(image_of(x, "roid's consistency"))
-            view = self.normalisation.inputs(self.augment(images[None], self.generator())[0])
-            loss = loss + self.objective.consistency(self.forward(with_image(x, view)), logits, symmetric=True)
+            images = self.normalization.images(x.image("roid"))
+            view = self.normalization.inputs((self.augment or jitter(strength=0.5))(images[None], ctx.generator)[0])
+            loss = loss + self.objective.consistency(ctx.forward(x.with_image(view)), logits, symmetric=True)
         used = weight > 0
-        self.descend((weight * loss).sum() / len(weight), go=used.any())
-        self._ensemble()
-        return Step(self._corrected(logits, probability), loss, used)
+        ctx.descend((weight * loss).sum() / len(weight), go=used.any())
+        ctx.weights = leaf(torch.lerp(ctx.weights, ctx.source, 1 - self.momentum))
+        return Step(self._corrected(logits.detach()), loss, used)
 
-    def _weight(self, probability: Tensor, entropy: Tensor) -> Tensor:
-        uniform = torch.full_like(probability[0], 1 / probability.shape[1])
-        average = self.state.get("average", uniform).to(probability)
-        diversity = _unit(1 - F.cosine_similarity(average[None], probability))
-        self.state["average"] = torch.lerp(probability.mean(dim=0), average, self.average)
+    def _weight(self, ctx: Context, probability: Tensor, entropy: Tensor) -> Tensor:
+        average = ctx.state["average"]
+        diversity = _unit(1 - F.cosine_similarity(average[None].to(probability), probability))
+        mean = masked_mean(probability, ctx.valid).to(average)
+        ctx.state["average"] = torch.where(ctx.valid.any(), torch.lerp(mean, average, self.average), average)
         weight = (diversity * _unit(-entropy) / self.temperature).exp()
-        return torch.where(self.valid & (diversity >= diversity.mean()), weight, 0)
+        return torch.where(ctx.valid & (diversity >= diversity.mean()), weight, 0)
 
-    @untracked()
-    def _ensemble(self) -> None:
-        source = [self.source_values[name] for name in self.parameters]
-        torch._foreach_lerp_(list(self.parameters.values()), source, 1 - self.momentum)
-
-    def _corrected(self, logits: Tensor, probability: Tensor) -> Tensor:
+    def _corrected(self, logits: Tensor) -> Tensor:
         if not self.prior_correction:
             return logits
-        prior = probability.mean(dim=0)
-        batch, classes = probability.shape
+        log_p = exact(logits).log_softmax(dim=1)
+        prior = log_p.exp().mean(dim=0)
+        batch, classes = log_p.shape
         smooth = max(1 / batch, 1 / classes) / prior.max()
         prior = (prior + smooth) / (1 + smooth * classes)
-        return (probability.log() + prior.log()).to(logits.dtype)
+        return (log_p + prior.log()).to(logits.dtype)
 
 
 def soft_likelihood_ratio(mass: Tensor) -> Tensor:

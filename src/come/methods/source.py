@@ -5,31 +5,37 @@ Adapts nothing; needs nothing; one forward per batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from come.inputs import Input
-from come.method import Method, Step
-from come.select import nothing
+from come.inputs import Inputs
+from come.method import Context, Method, Step, register
+from come.select import Selector, nothing
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class Source(Method):
     """The source model in evaluation mode.
 
     Example:
+        >>> import come
         >>> model = torch.nn.Linear(4, 3)
         >>> x = torch.randn(2, 4)
-        >>> torch.equal(Source(model)(x), model(x).detach())
+        >>> torch.equal(come.adapt(model, Source())(x), model(x).detach())
         True
     """
 
     name = "source"
     cost = "1f"
     descends = False
-    minimises = False
+    minimizes = False
+    changes = False
     batch_statistics = False
-    selects = nothing()
+    select: Selector = nothing()
 
     @torch.no_grad()
-    def adapt(self, x: Input) -> Step:
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict."""
-        return Step(self.forward(x))
+        return Step(ctx.forward(x))

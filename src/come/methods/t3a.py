@@ -4,7 +4,7 @@ Iwasawa and Matsuo, "Test-Time Classifier Adjustment Module for Model-Agnostic D
 
     supports   of class k: rows of the classifier and features of the stream that it assigns to k
     kept       the M of them with the lowest entropy
-    prototype  c_k = normalised sum of the normalised supports
+    prototype  c_k = normalized sum of the normalized supports
     logits     f(x) . c_k                                          0 for a class without support
 
 Adapts the classifier, through prototypes; no parameter of the model changes. Needs features: a model whose logits come from
@@ -17,38 +17,37 @@ Deviation from the published code: its "keep all" drops one support of each clas
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.errors import require
+from come.errors import require_int
 from come.heads import Head
-from come.inputs import Input
-from come.method import Common, Method, Step
+from come.inputs import Inputs, exact
+from come.method import Context, Method, Step, register
 from come.objectives import Softmax
-from come.select import nothing
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from come.select import Selector, nothing
 
 
+@register
+@dataclass(kw_only=True, eq=False)
 class T3A(Method):
     """Test-time templates.
 
     Args:
-        model: see `Method`.
         supports: M, how many supports each class keeps, at least 1; None keeps all.
         head: the linear layer that gives the logits, or its name; None finds it.
-        **common: see `Method`.
 
     Example:
+        >>> import come
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> method = T3A(model, supports=2)
-        >>> method(torch.randn(10, 4)).shape
+        >>> classifier = come.adapt(model, T3A(supports=2))
+        >>> classifier(torch.randn(10, 4)).shape
         torch.Size([10, 3])
-        >>> method.state["entropy"].shape  # a place for each class and support; infinite where it is empty
+        >>> classifier.state["entropy"].shape  # a place for each class and support; infinite where it is empty
         torch.Size([3, 2])
     """
 
@@ -56,31 +55,25 @@ class T3A(Method):
     needs = "features"
     cost = "1f"
     descends = False
-    minimises = False
+    minimizes = False
     batch_statistics = False
-    selects = nothing()
+    select: Selector = nothing()
+    supports: int | None = 20
+    head: str | nn.Module | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        supports: int | None = 20,
-        head: str | nn.Module | None = None,
-        **common: Unpack[Common],
-    ) -> None:
-        require(
-            supports is None or (isinstance(supports, int) and supports >= 1),
-            "supports",
-            supports,
-            "a whole number, at least 1, or None to keep all",
-        )
-        self.supports = supports
-        self.head = Head(model, head)
-        super().__init__(model, **common)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.supports is not None:
+            require_int("supports", self.supports, 1, ", or None to keep all")
 
-    def initial_state(self) -> dict[str, Tensor]:
+    def setup(self, ctx: Context) -> dict[str, Any]:
+        """The layer whose input is compared with prototypes."""
+        return {"head": Head(ctx.model.model, self.head)}
+
+    def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """The rows of the classifier as the first supports."""
-        rows = self.head.linear.weight.detach()
+        linear: nn.Linear = ctx.fixed["head"].linear
+        rows = exact(linear.weight.detach())
         classes, width = rows.shape
         if self.supports is None:
             empty = {"sum": rows.new_zeros(classes, width)}
@@ -89,23 +82,31 @@ class T3A(Method):
                 "support": rows.new_zeros(classes, self.supports, width),
                 "entropy": torch.full((classes, self.supports), torch.inf, device=rows.device),
             }
-        with torch.no_grad():
-            return self._with(empty, rows, self.head.linear(rows), torch.ones_like(rows[:, 0], dtype=torch.bool))
+        logits = F.linear(rows, rows, None if linear.bias is None else exact(linear.bias.detach()))
+        return self._with(empty, rows, logits, torch.ones_like(rows[:, 0], dtype=torch.bool))
+
+    def predict(self, ctx: Context, x: Inputs) -> Tensor:
+        """Classify by the prototypes."""
+        features, logits = ctx.features(x)
+        return self._classified(ctx, features).to(logits)
 
     @torch.no_grad()
-    def adapt(self, x: Input) -> Step:
+    def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Add the batch to the supports, then classify it by the prototypes."""
-        features, logits = self.head.features(lambda: self.forward(x))
-        self.state = self._with(self.state, features, logits, self.valid)
-        total = self.state["sum"] if self.supports is None else F.normalize(self.state["support"], dim=2).sum(dim=1)
-        return Step(features @ F.normalize(total, dim=1).to(features).T)
+        features, logits = ctx.features(x)
+        ctx.state |= self._with(ctx.state, features, logits, ctx.valid)
+        return Step(self._classified(ctx, features).to(logits))
+
+    def _classified(self, ctx: Context, features: Tensor) -> Tensor:
+        total = ctx.state["sum"] if self.supports is None else F.normalize(ctx.state["support"], dim=2).sum(dim=1)
+        return exact(features) @ F.normalize(total, dim=1).to(exact(features)).T
 
     def _with(self, state: dict[str, Tensor], features: Tensor, logits: Tensor, valid: Tensor) -> dict[str, Tensor]:
         """`state` with the valid ones added of the samples that have these features and logits."""
         label, entropy = logits.argmax(dim=1), Softmax().entropy(logits)
         if self.supports is None:
             total = state["sum"]
-            new = torch.where(valid[:, None], F.normalize(features, dim=1), 0)
+            new = torch.where(valid[:, None], F.normalize(exact(features), dim=1), 0)
             return {"sum": total.index_add(0, label, new.to(total))}
         old, old_entropy = state["support"], state["entropy"]
         classes, size = old_entropy.shape

@@ -1,7 +1,7 @@
 """The tables of the paper as printed, and where they contradict themselves.
 
 The numbers lie in `tables.json`, transcribed cell by cell; nothing is corrected there. A cross in the paper's column "COME"
-is the objective "em" here, also for methods that minimise nothing: our grids run those under "em" as well. Domains are the
+is the objective "em" here, also for methods that minimize nothing: our grids run those under "em" as well. Domains are the
 names of corruptions and of sets of outliers ("none" for a stream without), and "clean"; "mixed" is a stream of all
 corruptions, "average" and "worst" are over the other columns of that metric, and "stream" is the 50,000 images whose time
 and memory were measured. The method "average" is the mean over the methods of its table.

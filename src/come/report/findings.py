@@ -22,7 +22,7 @@ from come.report.tables import (
     pair_of,
 )
 
-WORDS = {"em": "entropy minimisation (em)", "come": "COME"}
+WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 
 
 @dataclass(frozen=True)

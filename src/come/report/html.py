@@ -111,7 +111,7 @@ script-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'
 
 
 GUIDE = """<p>A model that was trained on clean images classifies corrupted ones and adapts to them without labels. Each
-method minimises an objective on what it sees: <b>em</b> is the entropy of the softmax, <b>come</b> that of an opinion which
+method minimizes an objective on what it sees: <b>em</b> is the entropy of the softmax, <b>come</b> that of an opinion which
 may also say “I do not know”. <b>Accuracy</b> is better when higher. <b>FPR</b> is better when lower: of the wrong
 predictions, the share that passes a threshold on {score} which accepts 95% of the right ones. Numbers are in percent;
 differences count from half a point on.</p>"""
@@ -423,7 +423,7 @@ def _setup(records: Sequence[Record], command: Sequence[str]) -> str:
         ("seeds", ", ".join(map(str, sorted({r.cell["seed"] for r in records})))),
         ("methods", "; ".join(f"{m} ({', '.join(o)})" for m, o in objectives_of(records).items())),
         ("learning rates", "; ".join(rates) or "none"),
-        ("hyper-parameters", "; ".join(hyper) or "the defaults"),
+        ("hyperparameters", "; ".join(hyper) or "the defaults"),
         ("device", "; ".join(_distinct(f"{a['device']}, {a['threads']} threads" for a in around))),
         ("versions", "; ".join(", ".join(f"{k} {v}" for k, v in json.loads(text).items()) for text in versions)),
         ("images that could not be read", str(bad)),

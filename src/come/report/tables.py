@@ -182,14 +182,14 @@ def one_configuration(records: Iterable[Record]) -> list[Record]:
         found = record.cell.get("hyper", {})
         if hyper.setdefault(pair_of(record), found) != found:
             raise InputError(
-                f"{' + '.join(pair_of(record))} ran with hyper-parameters {hyper[pair_of(record)]} and with {found}; one "
+                f"{' + '.join(pair_of(record))} ran with hyperparameters {hyper[pair_of(record)]} and with {found}; one "
                 "table cannot hold both: give each its own --out"
             )
     return records
 
 
 SHARED = (
-    "model", "data", "size", "setting", "severity", "batch_size", "checkpoint", "normalisation", "source_data",
+    "model", "data", "size", "setting", "severity", "batch_size", "checkpoint", "normalization", "source_data",
     "source_size", "outlier_ratio", "imbalance", "rounds", "replay",
 )  # fmt: skip
 """What cells must have in common to be compared."""

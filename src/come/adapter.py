@@ -1,0 +1,624 @@
+"""`come.adapt`, and the adapter that it returns: everything that must never go wrong is here, once.
+
+    step(x):  lock -> check -> guard reads old signals -> method.adapt on a `Context` -> keep or drop -> Step
+
+All that changes is in one `Moment`, which is never changed itself: a step computes a new one and, when everything has
+succeeded, puts it in the place of the old one. So an error or an interrupt anywhere leaves the adapter as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from come import methods, optim, saving
+from come.batchnorm import Statistics, mixed
+from come.borrowed import Borrowed
+from come.errors import ClosedError, CollapseError, ConfigError, InputError, ModelError
+from come.guard.config import Event, Guard
+from come.guard.samples import judge
+from come.guard.signals import measure
+from come.guard.verdict import LIMIT, Verdict, compare, judged, misled
+from come.guard.watch import Watch, send
+from come.inputs import Inputs, answered, checked, exact
+from come.locks import ModelLock
+from come.method import Context, Method, Step, chosen, untracked
+from come.objectives import Objective
+from come.optim import Moments
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("come.guard")
+
+PRIOR = 16
+"""As many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
+UNKNOWN = -1e4
+"""The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
+
+Callback = Callable[["Adapter", Step], None]
+"""Called with the adapter and what a step returned, after each step."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """All that a step changes."""
+
+    weights: Tensor
+    """(P,): the adapted parameters, in float32 or better."""
+    moments: Moments
+    state: dict[str, Tensor] | None = None
+    """What the method remembers; None before the first batch."""
+    count: int = 0
+    """Batches since construction or reset."""
+    watch: Watch | None = None
+    """What the guard has learned; None without one."""
+
+    def to(self, device: torch.device, on_host: tuple[str, ...]) -> Moment:
+        """With all tensors on that device, but for those that stay on the CPU."""
+        state = self.state
+        if state is not None:
+            state = {k: v if on_host and k.startswith(on_host) else v.to(device) for k, v in state.items()}
+        # Torch optimizers keep some numbers on the CPU on purpose.
+        moments = {k: v.to(device) if v.ndim or v.device.type != "cpu" else v for k, v in self.moments.items()}
+        watch = None if self.watch is None else self.watch.to(device)
+        return replace(self, weights=self.weights.to(device), moments=moments, state=state, watch=watch)
+
+
+class Adapter:
+    """A classifier that adapts while it predicts. `come.adapt` makes one; it is called in place of the model.
+
+    The model itself is not changed: adapted weights live in the adapter, in float32 or better, and stand in the place of the
+    model's own while a step runs. Between steps the model is as it was handed in. Dropout and drop-path are off in a step.
+
+    Threads take turns. A step in which anything fails, or that is interrupted, has not happened.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, guard: Guard | None = None) -> None:
+        self.method = copy.copy(method)
+        """The method and its hyperparameters."""
+        self.guard = guard
+        """The guard's configuration, or None."""
+        self.model = model
+        """The classifier, as it was handed in."""
+        self.callbacks: list[Callback] = []
+        """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
+        self._closed = False
+        self._fingerprint: tuple[list[Any], bytes] | None = None
+        with untracked():
+            self._borrowed = Borrowed(model, self.method.select, self.method.name, self.method.descends)
+            self._lock = ModelLock(model)
+            self._source = self._borrowed.source()
+            self._fixed: dict[str, Any] = {}
+            self._rule = None
+            if self._borrowed.parameters:
+                self._rule = optim.get(self.method.optimizer, self._borrowed.split, self._borrowed.join)
+            self._now = self._first()
+        self._generator = torch.Generator(self._borrowed.device)
+        with self._lock:
+            self._fixed |= self._setup()
+        for name in self.method.once:
+            if hasattr(self.method, name):
+                setattr(self.method, name, None)
+
+    def _first(self) -> Moment:
+        """Before the first batch."""
+        moments = {} if self._rule is None else self._rule.init(self._source)
+        watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device)
+        return Moment(self._source, moments, None, 0, watch)
+
+    def _setup(self) -> dict[str, Any]:
+        ctx = self._context(self._now, self._fixed, torch.ones(1, dtype=torch.bool, device=self._borrowed.device), 1)
+        return self._running(lambda: self.method.setup(ctx))
+
+    # ---- calling it ----
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Adapt to a batch and return its logits (B, K); the arguments are those of the model."""
+        return self.step(*args, **kwargs).logits
+
+    def step(self, *args: Any, **kwargs: Any) -> Step:
+        """Adapt to a batch and return logits, per-sample losses, which samples were used and which were valid."""
+        x = checked(Inputs.of(*args, **kwargs))
+        with self._lock:
+            before = self._now
+            try:
+                self._check_open()
+                self._follow()
+                moment, out, events = self._running(lambda: self._advance(self._now, x))
+                self._now = moment
+                self._tell(events)
+                self._call_back(out)
+                return out
+            except BaseException:
+                self._now = before
+                raise
+
+    @untracked()
+    def predict(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Logits (B, K) of a batch without adapting to it: nothing changes."""
+        x = checked(Inputs.of(*args, **kwargs))
+        with self._lock:
+            self._check_open()
+            self._follow()
+
+            def run() -> Tensor:
+                now = self._now
+                ctx = self._context(now, self._fixed, torch.ones(x.size, dtype=torch.bool, device=self._device), x.size)
+                if now.state is None:
+                    ctx.state = self.method.initial_state(ctx, x)
+                if now.watch is not None and self._resting(now.watch):
+                    return ctx.forward(x, self._source, statistics=None)
+                with torch.no_grad():
+                    return self.method.predict(ctx, x).detach()
+
+            return self._running(run)
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        """How little is known of each sample, (B, K) -> (B,) in [0, 1]."""
+        return self._objective.uncertainty(logits)
+
+    # ---- one step, from moment to moment ----
+
+    def _running(self, run: Callable[[], Any]) -> Any:
+        """Run something that calls the model; the model is as before when this returns or raises."""
+        try:
+            try:
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._borrowed.check_unchanged()
+                    self._borrowed.prepare()
+                    return run()
+            finally:
+                self._borrowed.give_back()
+        finally:  # again, in case an interrupt struck in the line above
+            self._borrowed.give_back()
+
+    def _advance(self, now: Moment, x: Inputs) -> tuple[Moment, Step, list[Event]]:
+        """The next moment, what is returned, and what is to be reported."""
+        events: list[Event] = []
+        due = self.method.reset_every is not None and now.count >= self.method.reset_every
+        if self.method.episodic or due:
+            now = self._forgotten(now)
+        if self.guard is not None:
+            now, events = self._read(now, self.guard)
+        watch, valid = now.watch, None
+        if self.guard is not None and watch is not None:
+            x, valid, history = judge(x, watch.history, self.guard.largest_input)
+            watch = replace(watch, history=history)
+        everything = torch.ones(x.size, dtype=torch.bool, device=self._device)
+        now = replace(now, watch=watch)
+        ctx = self._context(now, self._fixed, everything if valid is None else valid.to(self._device), x.size)
+        self.method.check(ctx, x, now.state is None)
+        if now.state is None:
+            now = replace(now, state=self.method.initial_state(ctx, x))
+            ctx.state = dict(now.state or {})
+        try:
+            if self.guard is None or watch is None:
+                out = self._adapted(ctx, x)
+            else:
+                out, watch = self._guarded(self.guard, watch, ctx, x)
+            ok = ctx.ok if self.guard is not None else None
+            weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
+            if ok is not None:
+                ctx.undo(unless=ok)
+                weights = torch.where(ok, weights, now.weights)
+                moments, state = chosen(ok, moments, now.moments), chosen(ok, state, now.state or {})
+        except BaseException:
+            ctx.undo()
+            raise
+        moment = Moment(weights, moments, state, now.count + 1, watch)
+        return moment, Step(*(None if value is None else value.detach() for value in out)), events
+
+    def _adapted(self, ctx: Context, x: Inputs) -> Step:
+        for _ in range(self.method.steps):
+            out = self.method.adapt(ctx, x)
+        return out
+
+    def _read(self, now: Moment, guard: Guard) -> tuple[Moment, list[Event]]:
+        """Take up old signals, and do what follows from them."""
+        assert now.watch is not None
+        watch, events, collapse = now.watch.read(guard, self._on_batch)
+        if collapse is None or guard.policy == "warn":
+            return replace(now, watch=watch), events
+        if guard.policy == "raise":
+            raise CollapseError(
+                f"{self.method.name} has collapsed at step {collapse.step}: {collapse.message}; reset() it, lower lr, or use "
+                "objective='come' or Guard(policy='recover')"
+            )
+        watch, weights, event = watch.recovered(guard, collapse)
+        if not (self._borrowed.parameters or self._on_batch):
+            watch = replace(watch, trusted=False)  # there is no weight to put back
+        moments = {} if self._rule is None else self._rule.init(self._source)
+        now = Moment(self._source if weights is None else weights, moments, None, now.count, watch.counted([event]))
+        return now, [*events, event]
+
+    def _resting(self, watch: Watch) -> bool:
+        """Whether the source model answers."""
+        return watch.frozen or not (watch.trusted or self._borrowed.parameters or self._on_batch)
+
+    def _guarded(self, guard: Guard, watch: Watch, ctx: Context, x: Inputs) -> tuple[Step, Watch]:
+        """A step with its signals; where the source is asked and finds a collapse, it answers."""
+        asking = watch.asking and self.method.changes
+        resting = self._resting(watch)
+        source: Tensor | None = None
+        if resting or asking:
+            with torch.no_grad():
+                source = ctx.forward(x, self._source, statistics=None)
+        if resting and (watch.frozen or not asking):
+            assert source is not None
+            out = Step(source, used=torch.zeros_like(ctx.valid))
+        else:
+            began = ctx.weights.detach()
+            out = self._adapted(ctx, x)
+        answers = out.logits.detach()
+        usable = ctx.valid & answered(answers)
+        broken = ctx.valid & ~usable
+        with torch.no_grad():
+            # Where nobody has an answer the method is not to blame, but nothing may be learned from it either.
+            ctx.ok = ctx.ok & ~broken.any()
+            row = torch.where(usable[:, None], answers, 0)
+            probabilities = ((answers >= 0).all() & ((exact(answers).sum(dim=1) - 1).abs() < 1e-3).all()).double()
+            head = [ctx.ok.double(), (~ctx.valid).sum().double(), broken.sum().double(), probabilities]
+            values = [torch.stack(head), measure(self._objective, row, usable, ctx.weights.detach(), self._source)]
+            asked = False
+            if asking and source is not None:
+                found, logits = self._ask(ctx, x, watch, answers, source, resting)
+                watch = replace(watch, sums=found, asked=watch.asked + x.size, candidate=began)
+                asked = watch.asked >= guard.samples
+                watch = replace(watch, asking=not asked, waiting=asked)
+                values.append(judged(found))
+                if guard.policy in ("recover", "freeze"):
+                    usable, answers = usable | (ctx.valid & answered(logits) & (logits != answers).any(dim=1)), logits
+        signals = send(watch.steps, x.size, torch.cat(values), asked)
+        watch = replace(watch, steps=watch.steps + 1, pending=(*watch.pending, signals))
+        return self._cleaned(out, answers, usable, ctx), watch
+
+    def _ask(
+        self, ctx: Context, x: Inputs, watch: Watch, answers: Tensor, source: Tensor, resting: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What the question has found so far, and the logits to return."""
+        if resting:  # a method that is on trial: the source answers
+            found = compare(source, source, ctx.valid, trial=answers)
+            return found if watch.sums is None else watch.sums + found, source
+        same = trial = None
+        if self._on_batch and watch.trusted:
+            same = ctx.forward(x, self._source)
+        elif self._on_batch:
+            trial = ctx.forward(x, statistics=self._statistics(x.size, ctx.valid, trusted=True))
+        found = compare(answers, source, ctx.valid, same_statistics=same, trial=trial)
+        found = found if watch.sums is None else watch.sums + found
+        now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
+        enough = now.samples >= min(self.guard.samples if self.guard else 1, x.size + watch.asked)
+        by_source = misled(now, self._on_batch and watch.trusted) & enough
+        logits = torch.where(by_source, source.to(answers), answers)
+        if same is not None:
+            logits = torch.where(~by_source & (now.other < LIMIT) & enough, same.to(answers), logits)
+        return found, logits
+
+    def _cleaned(self, out: Step, answers: Tensor, usable: Tensor, ctx: Context) -> Step:
+        """What is returned: samples without an answer are the least certain of all, by every score."""
+        logits = torch.where(usable[:, None], answers, UNKNOWN)
+        loss = out.loss
+        if loss is not None:
+            most = torch.log(torch.full_like(loss, logits.shape[1] + 1.0))  # no entropy is larger
+            loss = torch.where(usable & loss.isfinite(), loss, most)
+        used = None if out.used is None else out.used & usable & ctx.ok
+        return Step(logits, loss, used, usable)
+
+    # ---- parts of a step ----
+
+    def _context(self, now: Moment, fixed: dict[str, Any], valid: Tensor, batch: int) -> Context:
+        scale = 1.0 if now.watch is None else now.watch.scale
+        rate = self.learning_rate(batch) * scale
+        seed = hashlib.sha256(f"{getattr(self.method, 'seed', 0)} {now.count}".encode()).digest()
+        trusted = now.watch is None or now.watch.trusted
+        return Context(
+            self._borrowed,
+            self._rule,
+            self._source,
+            fixed,
+            weights=now.weights,
+            moments=now.moments,
+            state=now.state or {},
+            lr=torch.full((), rate, dtype=now.weights.dtype, device=valid.device),
+            valid=valid,
+            generator=self._generator.manual_seed(int.from_bytes(seed[:7], "big")),
+            statistics=self._statistics(batch, valid, trusted),
+            guarded=self.guard is not None,
+        )
+
+    @property
+    def _rule_of_statistics(self) -> str:
+        if not self.method.batch_statistics or not self._borrowed.layers():
+            return "source"
+        return self.method.statistics or ("batch" if self.guard is None else "mixed")
+
+    @property
+    def _on_batch(self) -> bool:
+        """Whether BatchNorm may use statistics of the batch."""
+        return self._rule_of_statistics != "source"
+
+    def _statistics(self, batch: int, valid: Tensor, trusted: bool) -> Statistics:
+        rule = self._rule_of_statistics
+        if rule == "source" or not trusted:
+            return None
+        if rule == "batch":
+            return "batch"
+        count = valid.sum()
+        return mixed(count / (count + PRIOR))
+
+    def _forgotten(self, now: Moment) -> Moment:
+        first = self._first()
+        if now.watch is not None and self.guard is not None:
+            first = replace(first, watch=now.watch.forgotten(self.guard))
+        return first
+
+    @property
+    def _device(self) -> torch.device:
+        return self._borrowed.device
+
+    @property
+    def _objective(self) -> Objective:
+        objective: Objective = self.method.objective  # type: ignore[assignment]
+        return objective
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"this {self.method.name} adapter is closed; adapt() the model again")
+
+    @untracked()
+    def _follow(self) -> None:
+        """After the user has moved or cast the model, bring everything along."""
+        device, dtype = self._borrowed.device, self._borrowed.dtype
+        if self._now.weights.device == device and self._now.weights.dtype == dtype:
+            return
+        self._source = self._source.to(device, dtype)
+        self._fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._fixed.items()}
+        now = self._now.to(device, self.method.on_host)
+        moments = {k: v.to(dtype) if v.shape == now.weights.shape else v for k, v in now.moments.items()}
+        self._now = replace(now, weights=now.weights.to(dtype), moments=moments)
+        self._generator = torch.Generator(device)
+
+    def _tell(self, events: list[Event]) -> None:
+        for event in events:
+            level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
+            log.log(level, "%s, step %d: %s", self.method.name, event.step, event.message, extra={"come": event._asdict()})
+            if event.kind == "probabilities":
+                warnings.warn(event.message, stacklevel=4)
+            if self.guard is not None and self.guard.on_event is not None:
+                self._safely("on_event", lambda event=event: self.guard.on_event(event))  # type: ignore[misc, union-attr]
+
+    def _call_back(self, out: Step) -> None:
+        for callback in tuple(self.callbacks):
+            name = getattr(callback, "__name__", type(callback).__name__)
+            self._safely(f"callback {name}", lambda callback=callback: callback(self, out))  # type: ignore[misc]
+
+    def _safely(self, what: str, call: Callable[[], None]) -> None:
+        """A user's function must not stop the answers."""
+        try:
+            call()
+        except Exception as error:
+            watch = self._now.watch
+            event = Event("callback_failed", 0 if watch is None else watch.steps, f"{what} failed: {error}", {})
+            log.exception("%s: %s failed; adaptation goes on", self.method.name, what, extra={"come": event._asdict()})
+            if watch is not None:
+                self._now = replace(self._now, watch=watch.counted([event]))
+
+    # ---- what can be seen ----
+
+    @property
+    def count(self) -> int:
+        """Batches since construction or reset."""
+        return self._now.count
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What the method remembers, by name; empty before the first batch."""
+        return dict(self._now.state or {})
+
+    @property
+    def adapted_parameters(self) -> dict[str, Tensor]:
+        """The adapted parameters now, by name: copies, in float32 or better."""
+        return {name: value.clone() for name, value in self._borrowed.named(self._now.weights).items()}
+
+    @property
+    def source_parameters(self) -> dict[str, Tensor]:
+        """The same parameters of the source model: copies."""
+        return {name: value.clone() for name, value in self._borrowed.named(self._source).items()}
+
+    def health(self) -> dict[str, float]:
+        """Counters and gauges of the guard as flat numbers; without a guard, the steps only. Looking changes nothing."""
+        watch = self._now.watch
+        return {"steps": float(self._now.count)} if watch is None else watch.health()
+
+    def learning_rate(self, batch: int) -> float:
+        """The learning rate for a batch of that size, before the guard's factor."""
+        return self.method.learning_rate(batch, bool(self._borrowed.layers()))
+
+    # ---- its life ----
+
+    def reset(self) -> None:
+        """Back to the state after construction: weights, moments, memory, and what the guard has learned."""
+        with self._lock, untracked():
+            self._check_open()
+            self._follow()
+            self._now = self._forgotten(self._now)
+
+    def close(self, *, keep: bool = False) -> None:
+        """End the adaptation. The model is as it was handed in; may be called again.
+
+        Args:
+            keep: write the adapted weights into the model.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if keep:
+                self._borrowed.check_unchanged()
+                with untracked():
+                    for p, value in zip(
+                        self._borrowed.parameters.values(), self._borrowed.split(self._now.weights), strict=True
+                    ):
+                        p.copy_(value)
+            self._borrowed.give_back()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        """Enter a `with` block; at its end the adapter is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast the model; what the adapter remembers follows."""
+        with self._lock:
+            self.model.to(*args, **kwargs)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Do nothing: an adapter always predicts in evaluation mode and adapts. Use `predict` to not adapt."""
+        return self
+
+    def eval(self) -> Self:
+        """Do nothing, see `train`."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Other public attributes are those of the model, so that an adapter can stand where a model stood."""
+        if name.startswith("_") or "model" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.model, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: a lock and a generator cannot be copied, and are made anew."""
+        with self._lock:
+            kept = dict(vars(self))
+        for name in ("_lock", "_generator", "_borrowed"):
+            del kept[name]
+        watch = self._now.watch
+        if watch is not None:
+            kept["_now"] = replace(self._now, watch=Watch.of(watch.tensors(), self.guard or Guard(), self._now.weights))
+        kept["_fixed"] = {name: value for name, value in self._fixed.items() if name != "live"} | (
+            {"live": {}} if "live" in self._fixed else {}
+        )
+        kept["_selected"] = list(self._borrowed.parameters)
+        return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """From a copy or a pickle."""
+        names = kept.pop("_selected")
+        vars(self).update(kept)
+        known = dict(self.model.named_parameters(remove_duplicate=False))
+        chosen_ones = {name: known[name] for name in names}
+        self._borrowed = Borrowed(self.model, lambda _: chosen_ones, self.method.name, self.method.descends)
+        if self._rule is not None:
+            self._rule = optim.get(self.method.optimizer, self._borrowed.split, self._borrowed.join)
+        self._lock = ModelLock(self.model)
+        self._generator = torch.Generator(self._borrowed.device)
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that the next step depends on, as a flat dictionary of copied tensors."""
+        with self._lock, untracked():
+            return saving.collect(self)
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict()` of an adapter of the same configuration on the same source model, bit for bit."""
+        with self._lock, untracked():
+            self._check_open()
+            self._follow()
+            self._now = saving.restored(self, saved)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the state to a safetensors file, whole or not at all."""
+        with self._lock, untracked():
+            saving.save(self, path)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
+        self.load_state_dict(saving.read(path, self.method.name))
+
+    def __repr__(self) -> str:
+        """Method, objective, what adapts and at which learning rate."""
+        method, kind = self.method, type(self.model).__name__
+        if not method.descends:
+            return f"{type(method).__name__}({kind}, objective={method.objective!r})"
+        if method.lr is not None:
+            rate = f"{method.lr:g}"
+        elif self._borrowed.layers():
+            rate = f"{method.paper_lr[1]:g} (the paper's for BatchNorm models)"
+        else:
+            scale = " x batch/64" if method.scales_lr else ""
+            rate = f"{method.paper_lr[0]:g}{scale} (the paper's for models without BatchNorm)"
+        size = sum(shape.numel() for shape in self._borrowed.shapes.values())
+        on_batch = f", BatchNorm statistics={self._rule_of_statistics}" if self._borrowed.layers() else ""
+        return (
+            f"{type(method).__name__}({kind}, objective={method.objective!r}, lr={rate}{on_batch}, "
+            f"adapts {size:,} values in {len(self._borrowed.shapes)} tensors)"
+        )
+
+
+def adapt(
+    model: nn.Module,
+    method: str | type[Method] | Method = "tent",
+    *,
+    objective: str | Objective = "come",
+    guard: bool | Guard = True,
+    **hyperparameters: Any,
+) -> Adapter:
+    r"""Put test-time adaptation around a classifier.
+
+    The result is called in place of the model and returns logits; each call also adapts to its batch:
+
+    .. math:: \theta \leftarrow \theta - \eta \, \partial_\theta \, \frac{1}{|R|} \sum_{i \in R} H(m(f_\theta(x_i)))
+
+    with the samples R and the step that the method chooses, and the mass m that the objective gives.
+
+    Args:
+        model: any classifier that maps a batch (B, ...) to logits (B, K), or to an object or mapping with `logits`. It is
+            not changed.
+        method: a name (`come.methods.names()`), also with hyperparameters as in "tent:lr=5e-4", a subclass of `come.Method`,
+            or a method that was made, such as `come.methods.Tent(lr=5e-4, objective="em")`.
+        objective: "come", "em", or a `come.Objective`. A method that was made has its own.
+        guard: filter invalid inputs, reject bad updates, detect and undo collapse; False for the bare method, a `come.Guard`
+            for a policy of your own.
+        **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
+            says which.
+
+    Returns:
+        the adapter.
+
+    Raises:
+        ConfigError: an unknown method, objective or hyperparameter, or one out of range.
+        ModelError: a model with nothing to adapt.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        >>> classifier = adapt(model, "sar", objective="come", lr=1e-3)
+        >>> classifier(torch.randn(8, 4)).shape
+        torch.Size([8, 3])
+    """
+    if not isinstance(guard, (bool, Guard)):
+        raise ConfigError(f"guard must be True, False or a come.Guard, got {guard!r}")
+    if isinstance(method, Method):
+        if hyperparameters:
+            raise ConfigError(f"{', '.join(hyperparameters)} given beside a method that was made; put them into it")
+        made = method
+    else:
+        made = methods.make(method, objective=objective, **hyperparameters)
+    return Adapter(model, made, Guard() if guard is True else guard or None)

@@ -1,0 +1,329 @@
+"""A user's model, borrowed: called with other weights and statistics, and found as it was after every call.
+
+The parameters and buffers of the model are never written. Adapted weights live in one float32 vector (P,), whatever the
+precision of the model; for the length of a call `torch.func.functional_call` puts tensors cut from it in the place of the
+model's own. Training flags, gradient flags and hooks that a call needs are put back after it, also after an error or an
+interrupt; `give_back` can be called at any time, any number of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from come.batchnorm import Layer, Statistics, batch_statistics, normalizing
+from come.errors import ComeError, ConfigError, InputError, ModelError
+from come.inputs import Inputs, expected_dims
+from come.select import BATCH_NORMS, Selector
+
+ALIGNED = 64
+"""Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
+
+
+class Slot(NamedTuple):
+    """A place in the model that holds a parameter or buffer."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    value: Any
+
+
+class Borrowed:
+    """A model and the parameters of it that adapt.
+
+    Args:
+        model: the user's classifier.
+        select: chooses the parameters.
+        method: name of the method, for messages.
+        descends: whether there must be any.
+    """
+
+    def __init__(self, model: nn.Module, select: Selector, method: str, descends: bool) -> None:
+        self.model = model
+        self.parameters = _selected(model, select, method, descends)
+        """The adapted parameters by name, the user's own."""
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        self._room = [-(-p.numel() // ALIGNED) * ALIGNED for p in self.parameters.values()]
+        self._number = {id(p): i for i, p in enumerate(self.parameters.values())}
+        self._params = list(model.parameters())
+        self._slots, self._links = _slots(model, self._number)
+        self._known = self._changes()
+        self._modules = list(model.modules())
+        self._norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
+        self._buffers = _buffers(model)
+        self._copies: dict[int, Tensor] = {}
+        self._loan: list[tuple[Any, str, Any]] = []
+        """What was changed for a step: (object, attribute, value before)."""
+        self._hooks: list[Any] = []
+
+    # ---- the vector of adapted weights ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next((p.device for p in self._params), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the vector: float64 for models in double precision, else float32."""
+        double = any(p.dtype == torch.float64 for p in self.parameters.values())
+        return torch.float64 if double else torch.float32
+
+    @property
+    def half(self) -> bool:
+        """Whether any parameter of the model is in float16, where small gradients are lost."""
+        return any(p.dtype == torch.float16 for p in self._params)
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        """One tensor for each adapted parameter -> the vector (P,)."""
+        parts = [
+            nn.functional.pad(value.detach().to(self.dtype).flatten(), (0, room - value.numel()))
+            for value, room in zip(values, self._room, strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
+
+    def split(self, weights: Tensor) -> list[Tensor]:
+        """The vector (P,) -> a view for each adapted parameter."""
+        if not self._room:
+            return []
+        parts = weights.split(self._room)
+        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+
+    def named(self, weights: Tensor) -> dict[str, Tensor]:
+        """The vector (P,) as tensors by parameter name."""
+        return dict(zip(self.shapes, self.split(weights), strict=True))
+
+    def source(self) -> Tensor:
+        """The model's own values as a vector."""
+        return self.join(list(self.parameters.values()))
+
+    def largest(self) -> float:
+        """How large a weight may be, with room to spare: in half precision an overflow is near."""
+        return min((torch.finfo(p.dtype).max / 1e3 for p in self.parameters.values()), default=torch.inf)
+
+    # ---- has the user changed the model? ----
+
+    def _changes(self) -> list[tuple[int, torch.device, torch.dtype]]:
+        # torch counts in-place changes in `_version`; it has no public name.
+        return [(p._version, p.device, p.dtype) for p in self.parameters.values()]
+
+    def check_unchanged(self) -> None:
+        """Raise `ModelError` if an adapted parameter was replaced or overwritten since the model was borrowed."""
+        for parent, name, child in self._links:
+            if getattr(parent, name, None) is not child:
+                raise self._changed(name, "was replaced")
+        for slot in self._slots:
+            if getattr(slot.owner, slot.attribute, None) is not slot.value:
+                raise self._changed(slot.name, "was replaced")
+        now = self._changes()
+        for name, before, after in zip(self.shapes, self._known, now, strict=True):
+            if before != after and before[1:] == after[1:]:  # a model that was moved or cast is still the same
+                raise self._changed(name, "was overwritten")
+        self._known = now
+
+    def _changed(self, name: str, what: str) -> ModelError:
+        return ModelError(
+            f"{name!r} of {type(self.model).__name__} {what} after adapt(): the adapter would go on with the old values. "
+            "Load weights and exchange layers first, then call adapt() again"
+        )
+
+    # ---- calling it ----
+
+    def layers(self) -> list[Layer]:
+        """The BatchNorm layers with the source's statistics."""
+        found = cast("Iterable[nn.BatchNorm2d]", self._norms.values())
+        return [Layer(m, i, m.running_mean, m.running_var) for i, m in enumerate(found)]
+
+    def prepare(self) -> None:
+        """For the length of a step: evaluation mode, and no gradients for what does not adapt. `give_back` ends it."""
+        for module in self._modules:
+            if module.training:
+                self._set(module, "training", False)
+        for p in self._params:
+            if p.requires_grad:
+                self._set(p, "requires_grad", False)
+        # Moving or casting a model gives it new buffers.
+        self._buffers = [slot._replace(value=getattr(slot.owner, slot.attribute)) for slot in self._buffers]
+
+    def give_back(self) -> None:
+        """Put back whatever a step or a call has changed in the model."""
+        self._undo(0)
+        for slot in (*self._slots, *self._buffers):  # an interrupt can stop torch from putting its own back
+            if getattr(slot.owner, slot.attribute, None) is not slot.value:
+                setattr(slot.owner, slot.attribute, slot.value)
+
+    def call(
+        self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Callable[[], Any]] = ()
+    ) -> Any:
+        """What the model returns for `x` under these weights; the model is as before when this returns or raises.
+
+        Args:
+            x: the batch.
+            weights: (P,) of the adapted parameters.
+            statistics: what BatchNorm normalizes by, see `come.batchnorm`.
+            hooks: functions that register a hook and return its handle; they last for this call.
+        """
+        values = [part.to(p.dtype) for part, p in zip(self.split(weights), self.parameters.values(), strict=True)]
+        given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
+        given |= {slot.name: self._copy(slot.value) for slot in self._watched()}
+        mark, known = len(self._loan), {key: copy._version for key, copy in self._copies.items()}
+        try:
+            for register in hooks:
+                self._hooks.append(register())
+            given |= self._install(statistics, x.size)
+            out = functional_call(self.model, given, x.args, x.kwargs, tie_weights=False)
+            self._undo(mark)
+            return out
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._explained(error, x) from error
+        finally:
+            self._undo(mark)
+            self._refresh(known)
+
+    def _watched(self) -> list[Slot]:
+        """Buffers that a forward in evaluation mode might write to; those of BatchNorm it does not."""
+        return [slot for slot in self._buffers if not isinstance(slot.owner, BATCH_NORMS)]
+
+    def _copy(self, buffer: Tensor) -> Tensor:
+        """What the forward sees, and may write to, in place of a buffer."""
+        mine = self._copies.get(id(buffer))
+        if mine is None or mine.device != buffer.device or mine.dtype != buffer.dtype:
+            mine = self._copies[id(buffer)] = buffer.detach().clone()
+        return mine
+
+    def _refresh(self, known: dict[int, int]) -> None:
+        """Discard what the forward has written into the copies of buffers."""
+        for slot in self._watched():
+            copy = self._copies.get(id(slot.value))
+            if copy is not None and copy._version != known.get(id(slot.value)):
+                with torch.no_grad():
+                    copy.copy_(slot.value)
+
+    def _install(self, statistics: Statistics, batch: int) -> dict[str, Tensor]:
+        """Prepare the BatchNorm layers; returns the buffers that they get for this call."""
+        if statistics is None or not self._norms:
+            return {}
+        synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
+        if statistics == "batch" and batch > 1 and not synchronized:
+            # With these two flags torch's BatchNorm neither reads nor writes its running statistics.
+            for layer in self._norms.values():
+                self._set(layer, "track_running_stats", False)
+                self._set(layer, "training", True)
+            return {}
+        estimate = batch_statistics if statistics == "batch" else statistics
+        given: dict[str, Tensor] = {}
+        for path, known in zip(self._norms, self.layers(), strict=True):
+            self._hooks.append(known.module.register_forward_pre_hook(normalizing(known, estimate)))
+            like = next((t for t in (known.mean, known.module.weight) if t is not None), torch.ones((), device=self.device))
+            prefix = f"{path}." if path else ""
+            given[f"{prefix}running_mean"] = like.detach().new_zeros(known.module.num_features)
+            given[f"{prefix}running_var"] = like.detach().new_full((known.module.num_features,), 1 - known.module.eps)
+        return given
+
+    def _set(self, owner: Any, attribute: str, value: Any) -> None:
+        before = getattr(owner, attribute)
+        if before is not value:
+            self._loan.append((owner, attribute, before))
+            setattr(owner, attribute, value)
+
+    def _undo(self, mark: int) -> None:
+        """Take back the changes behind `mark`, latest first, and all hooks."""
+        while len(self._loan) > mark:
+            setattr(*self._loan[-1])
+            self._loan.pop()
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
+
+    def _explained(self, error: Exception, x: Inputs) -> Exception:
+        """The model's error, in words of ours where the batch explains it."""
+        expected = expected_dims(self.model)
+        only = x.args[0] if len(x.args) == 1 and not x.kwargs else None
+        if isinstance(only, Tensor) and expected is not None and only.ndim != expected:
+            return InputError(
+                f"the model's convolutions take {expected} dimensions, the batch first, got {only.ndim}, shape "
+                f"{tuple(only.shape)}; for a single image pass x[None]"
+            )
+        if isinstance(error, ValueError) and not isinstance(error, ComeError):  # a norm layer with one value per channel
+            return InputError(f"{type(self.model).__name__} cannot take a batch of this shape: {error}")
+        return error
+
+
+def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:
+    """The parameters that `select` names in `model`, after checking that the model can be adapted at all."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    kind = type(model).__name__
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            raise ModelError(f"{name!r} of {kind} is not initialized (a lazy module); call the model on a batch first")
+        if p.is_meta:
+            raise ModelError(f"{name!r} of {kind} is on the meta device and has no values; load the weights first")
+        if p.is_inference():
+            raise ModelError(
+                f"{name!r} of {kind} was made under torch.inference_mode and can never have a gradient; build or load the "
+                "model outside of it"
+            )
+        if p.is_floating_point() and not p.detach().isfinite().all():
+            raise ModelError(f"{name!r} of {kind} is not finite; load sound weights before adapt()")
+    if not callable(select):
+        raise ConfigError(f"select must be a function from a model to a dict of its parameters by name, got {select!r}")
+    chosen = select(model)
+    if not isinstance(chosen, dict):
+        raise ConfigError(f"select must return a dict of parameters by name, got {type(chosen).__name__}")
+    known = dict(model.named_parameters(remove_duplicate=False))
+    for name, p in chosen.items():
+        if known.get(name) is not p:
+            raise ConfigError(f"select chose {name!r}, which is not a parameter of {kind}")
+        if not p.is_floating_point():
+            raise ConfigError(f"select must choose floating-point parameters, got {name!r} of type {p.dtype}")
+    if descends and not chosen:
+        raise ModelError(
+            f"{method} has nothing to adapt: {select!r} finds no parameter in {kind}. It needs normalization layers with "
+            "weights; or choose what adapts yourself, e.g. select=come.select.everything()"
+        )
+    first: dict[int, str] = {}
+    for name, p in chosen.items():
+        first.setdefault(id(p), name)  # a parameter under two names is one parameter
+    return {name: chosen[name] for name in first.values()}
+
+
+def _slots(model: nn.Module, adapted: dict[int, int]) -> tuple[list[Slot], list[tuple[nn.Module, str, nn.Module]]]:
+    """Every place of an adapted parameter, each module once, and the chain of modules that leads to it."""
+    paths = {module: path for path, module in model.named_modules()}
+    slots = [
+        Slot(f"{path}.{name}" if path else name, module, name, p)
+        for module, path in paths.items()
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in adapted
+    ]
+    by_path = {path: module for module, path in paths.items()}
+    links: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+    for slot in slots:
+        path = slot.name.rpartition(".")[0]
+        while path and path not in links:
+            parent, _, name = path.rpartition(".")
+            links[path] = (by_path[parent], name, by_path[path])
+            path = parent
+    return slots, list(links.values())
+
+
+def _buffers(model: nn.Module) -> list[Slot]:
+    """Every place of a buffer, each module once."""
+    return [
+        Slot(f"{path}.{name}" if path else name, module, name, value)
+        for path, module in model.named_modules()
+        for name, value in _own_buffers(module)
+    ]
+
+
+def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    found: dict[str, Tensor | None] = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+    if isinstance(module, BATCH_NORMS):  # these may be None, and take part all the same
+        found |= {name: getattr(module, name) for name in ("running_mean", "running_var")}
+    return list(found.items())

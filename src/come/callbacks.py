@@ -1,0 +1,81 @@
+"""What can be done after each step: `adapter.callbacks.append(Snapshots("folder"))`.
+
+A callback is any function of (adapter, step). It runs when the step is done; what it raises is logged, counted in
+`health()["callback_failed"]`, and stops nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from come.errors import require_int
+from come.guard.signals import SIGNALS
+from come.method import Step
+
+if TYPE_CHECKING:
+    from come.adapter import Adapter
+
+
+class Snapshots:
+    """Write the state to disk every so many steps, and keep the last few.
+
+    Files are called `METHOD-NUMBER.safetensors`; numbers go on where those in the folder end. Only files of that name that
+    this object has written, or that an earlier run has left, are removed, oldest first; no other file is touched.
+
+    Args:
+        folder: where; it is made if it is not there.
+        every: steps between two snapshots.
+        keep: how many are kept.
+
+    Example:
+        >>> import come, tempfile, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+        >>> classifier = come.adapt(model, "tent")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     classifier.callbacks.append(Snapshots(folder, every=2))
+        ...     for _ in range(5):
+        ...         _ = classifier(torch.randn(8, 4))
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['tent-0000000001.safetensors', 'tent-0000000002.safetensors']
+    """
+
+    def __init__(self, folder: str | Path, *, every: int = 1000, keep: int = 3) -> None:
+        require_int("every", every, 1)
+        require_int("keep", keep, 1)
+        self.folder, self.every, self.keep = Path(folder), every, keep
+        self._steps = 0
+
+    def __call__(self, adapter: Adapter, step: Step) -> None:
+        """Write one if it is due."""
+        self._steps += 1
+        if self._steps % self.every:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = adapter.method.name
+        pattern = re.compile(rf"{re.escape(name)}-(\d{{10}})\.safetensors")
+        found = sorted(path for path in self.folder.iterdir() if pattern.fullmatch(path.name))
+        last = pattern.fullmatch(found[-1].name) if found else None
+        path = self.folder / f"{name}-{int(last[1]) + 1 if last else 1:010d}.safetensors"
+        adapter.save(path)
+        for old in [*found, path][: -self.keep]:
+            old.unlink(missing_ok=True)
+
+
+class Scalars:
+    """Hand the signals of each step to a TensorBoard writer, or anything with `add_scalar(name, value, step)`.
+
+    Args:
+        writer: e.g. a `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def __call__(self, adapter: Adapter, step: Step) -> None:
+        """Write what the guard has read last."""
+        health = adapter.health()
+        for name in (*SIGNALS, "agreement", "lr_scale"):
+            if name in health:
+                self.writer.add_scalar(f"come/{name}", health[name], int(health["steps"]))

@@ -1,0 +1,88 @@
+"""Which samples of a batch can be used, judged before the model sees them, on the device.
+
+A sample is invalid if an entry of it is NaN or infinite, beyond `largest_input`, or more than a thousand times as large as
+usual. What is usual is the median of the last nine batches, each by its own median, whether they were used or not: so a
+stream that becomes brighter is answered again after five batches at the latest, and one that grows without end is stopped by
+`largest_input`. Only tensors with one entry per sample count; one of zeros and very negative numbers is a mask, and is left
+alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from come.inputs import Inputs, exact
+
+UNUSUAL = 1000.0
+REMEMBERED = 9
+
+
+def no_history(device: torch.device) -> Tensor:
+    """What is remembered before the first batch: (9,), NaN where nothing is."""
+    return torch.full((REMEMBERED,), torch.nan, device=device)
+
+
+def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, Tensor]:
+    """Find the invalid samples of a batch and put a valid one in the place of each.
+
+    So BatchNorm and sums over the batch stay sound.
+
+    Args:
+        x: the batch.
+        history: (9,) typical magnitudes of the last batches.
+        largest: the limit on any entry.
+
+    Returns:
+        the batch with its invalid samples replaced, the mask (B,) of the valid ones, and the new history.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1e5, 1.0]])
+        >>> _, valid, _ = judge(Inputs.of(x), no_history(x.device), 1e6)
+        >>> valid
+        tensor([ True, False, False])
+    """
+    judged = [value for value in x.per_sample() if value.is_floating_point() and value.ndim >= 2]
+    if not judged:
+        return x, torch.ones(x.size, dtype=torch.bool, device=_device(x)), history
+    sizes = torch.stack([_magnitude(value.detach()) for value in judged]).amax(dim=0).to(history)
+    finite = sizes.isfinite()
+    middle = torch.where(finite & (sizes > 0), sizes, torch.nan).nanmedian()  # a few large samples do not move it
+    history = torch.cat([history[1:], torch.where(middle.isnan(), history[-1], middle)[None]])
+    usual = history.nanmedian()
+    valid = finite & (sizes <= largest) & ~(sizes > UNUSUAL * usual)
+    return _replaced(x, valid), valid, history
+
+
+def _device(x: Inputs) -> torch.device:
+    return next(value.device for value in x.values() if isinstance(value, Tensor))
+
+
+def _magnitude(value: Tensor) -> Tensor:
+    """Largest entry of each sample by size, (B,); NaN where there is one; 0 for a mask."""
+    flat = exact(value).flatten(1)
+    if not flat.shape[1]:
+        return flat.new_zeros(len(flat))
+    low, high = flat.amin(dim=1), flat.amax(dim=1)
+    found = torch.maximum(high, -low)
+    if value.ndim in (2, 3, 4):  # an additive attention mask: zeros, and -inf or the like
+        mask = ((flat == 0) | (flat <= -1e4)).all() & (low < -1e4).any()
+        found = torch.where(mask, 0, found)
+    return found
+
+
+def _replaced(x: Inputs, valid: Tensor) -> Inputs:
+    """The batch with the first valid sample in the place of each invalid one; zeros if there is none."""
+    good, some = valid.to(torch.uint8).argmax().view(1), valid.any()
+    size = x.size
+
+    def one(value: Any) -> Any:
+        per_sample = isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2 and len(value) == size
+        if not per_sample:
+            return value
+        filler = torch.where(some, value.index_select(0, good), 0)
+        return torch.where(valid.view(-1, *[1] * (value.ndim - 1)), value, filler)
+
+    return x.map(one)

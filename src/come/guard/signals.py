@@ -1,0 +1,101 @@
+"""What can be seen of a model's health without labels, and where it usually lies.
+
+Each batch gives five signals: the share of the most predicted class, the entropy and the uncertainty of the objective's
+mass, the norm of the logits, the distance of the weights from the source. `Bands` learns where they usually lie. A signal
+outside its band only makes suspicious; `come.guard.verdict` judges.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from come.inputs import exact
+from come.objectives import Objective
+
+SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
+LOW = {"entropy", "uncertainty"}
+"""A collapse lies below the band of these, and above that of the others."""
+FIRST = 3
+"""Rows that the middle of a band comes from: the weights have hardly moved by then."""
+
+
+def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
+    """The five signals of a batch, (5,) float64, on the device.
+
+    Args:
+        objective: whose entropy and uncertainty.
+        logits: (B, K).
+        usable: (B,) bool, which samples count.
+        weights: (P,) adapted.
+        source: (P,) of the source.
+    """
+    z = exact(logits)
+    count = usable.sum().clamp_min(1)
+    mass = objective.log_mass(z)  # once for entropy and u
+    entropy = -(mass.exp() * mass).sum(dim=1)
+    doubt = mass[:, -1].exp() if mass.shape[1] > z.shape[1] else 1 - mass.amax(dim=1).exp()
+    size = torch.linalg.vector_norm(z.masked_fill(z.isneginf(), 0), dim=1)
+    means = [torch.where(usable, v, 0).sum() / count for v in (entropy, doubt, size)]
+    distance = torch.linalg.vector_norm(weights - source)
+    return torch.stack([v.double() for v in (votes(z, usable).max() / count, *means, distance)])
+
+
+def votes(logits: Tensor, usable: Tensor) -> Tensor:
+    """How many of the `usable` samples (B,) name each class, (B, K) -> (K,) float64."""
+    counts = usable.double()
+    return counts.new_zeros(logits.shape[1]).index_add_(0, logits.argmax(dim=1), counts)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Where each signal usually lies: around its first values, as wide as it jumps from one row to the next.
+
+    A drift in the rows that are learned from moves neither: a model that collapses at once does not teach its own collapse.
+
+    Example:
+        >>> bands = Bands(4)
+        >>> for entropy in (2.0, 2.1, 1.9, 2.0):
+        ...     bands = bands.learned((0.1, entropy, 0.5, 9.0, 0.0))
+        >>> bands.ready, bands.outside((0.1, 0.3, 0.5, 9.0, 0.0)), bands.outside((0.1, 1.9, 0.5, 9.0, 0.0))
+        (True, {'entropy': 1.7}, {})
+    """
+
+    warmup: int
+    rows: tuple[tuple[float, ...], ...] = ()
+    seen: int = 0
+    """Rows since the learning began."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough has been seen."""
+        return len(self.rows) >= self.warmup
+
+    def learned(self, row: tuple[float, ...]) -> Bands:
+        """With one more row of signals, which is learned from until enough have been seen."""
+        rows = self.rows if self.ready else (*self.rows, row)
+        return replace(self, rows=rows, seen=self.seen + 1)
+
+    def limits(self) -> dict[str, float]:
+        """How far each signal may go."""
+        found = {}
+        for name, values in zip(SIGNALS, zip(*self.rows, strict=True), strict=True):
+            middle = median(values[:FIRST])
+            jump = median(abs(b - a) for a, b in pairwise(values))
+            width = max(2.8 * jump, 0.15 * abs(middle), 1e-6)
+            found[name] = middle - width if name in LOW else middle + width
+        # The distance grows by itself: twice as fast as at first is too fast.
+        found["distance"] = 2 * max(self.rows[-1][-1], 1e-6) * self.seen / self.warmup
+        return found
+
+    def outside(self, row: tuple[float, ...]) -> dict[str, float]:
+        """The signals that lie beyond their limit, on the side of a collapse, and that limit."""
+        return {
+            name: round(limit, 12)
+            for value, (name, limit) in zip(row, self.limits().items(), strict=True)
+            if (value < limit if name in LOW else value > limit)
+        }

@@ -1,0 +1,362 @@
+"""What the guard of one adapter has learned, and what follows from new signals.
+
+A `Watch` is never changed: reading signals gives a new one. Signals of a step are read `LAG` steps later, on every device:
+by then a GPU has computed them, and runs repeat. Looking (`health`, `state_dict`) reads nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from come.errors import StateError
+from come.guard.config import Event, Guard
+from come.guard.samples import no_history
+from come.guard.signals import SIGNALS, Bands
+from come.guard.verdict import HEALTHY, LIMIT, LOSS, MORE, SURE, WELL, Verdict, misled
+
+LAG = 2
+"""After so many steps the signals of a step are read."""
+WINDOW = 64
+"""Samples that make a row of signals."""
+CHECKS = (1, 5, 10, 20, 40, 80)
+"""Windows after the start or a recovery at which the source is asked anyway; then every 100."""
+OFTEN = 200
+"""Recoveries within so many windows of each other are one fault: the learning rate falls faster each time."""
+REGROW = 20
+"""Healthy windows after which a lowered learning rate is raised again; twice as many after each further recovery."""
+
+COUNTED = (
+    *("invalid_samples", "update_refused", "unanswered", "suspicious", "healthy", "collapse", "recovered", "raised"),
+    *("frozen", "probabilities", "callback_failed"),
+)
+"""Kinds of events."""
+
+
+class Sent(NamedTuple):
+    """Signals of a step on their way to the host."""
+
+    step: int
+    batch: int
+    values: Tensor
+    """ok, invalid samples, unanswered samples, probabilities, the five signals, and the verdict if the source was asked."""
+    arrived: Any = None
+    asked: bool = False
+    """Whether these end a question to the source."""
+    past: bool = False
+    """Whether the adapter was reset since: they are reported, and say nothing about what it is now."""
+
+
+def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
+    """Start the way to the host, without waiting."""
+    if values.device.type != "cuda":
+        return Sent(step, batch, values, None, asked)
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return Sent(step, batch, there, arrived, asked)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """See the head of this file."""
+
+    bands: Bands
+    history: Tensor
+    """(9,): typical magnitudes of the last batches, see `come.guard.samples`."""
+    steps: int = 0
+    """Steps over the life of the adapter."""
+    counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    """How often each kind of event happened, over the life of the adapter; a reset does not clear it."""
+    pending: tuple[Sent, ...] = ()
+    latest: tuple[float, ...] = ()
+    """The five signals that were read last."""
+    row: tuple[float, ...] = (0.0,) * len(SIGNALS)
+    row_size: int = 0
+    row_valid: float = 0.0
+    windows: int = 0
+    """Since the start or the last recovery."""
+    outside: int = 0
+    """Windows outside the bands in a row."""
+    asking: bool = False
+    waiting: bool = False
+    """Whether a question has been put to the source and not yet been answered."""
+    asked: int = 0
+    sums: Tensor | None = None
+    """What the question in hand has found so far, on the device."""
+    candidate: Tensor | None = None
+    """(P,): the weights that the question in hand is about."""
+    healthy: Tensor | None = None
+    """(P,): the last weights that were found well."""
+    agreement: float = 1.0
+    """With the source model, when it was last asked."""
+    scale: float = 1.0
+    """Factor on the learning rate."""
+    trusted: bool = True
+    """Whether batch statistics (or the answers of a method without weights) are in use."""
+    frozen: bool = False
+    falls: int = 0
+
+    @classmethod
+    def new(cls, guard: Guard, device: torch.device) -> Watch:
+        """Before the first batch."""
+        return cls(Bands(guard.warmup), no_history(device))
+
+    def forgotten(self, guard: Guard) -> Watch:
+        """After a reset: everything learned anew. Counters stay, and what is under way is still reported."""
+        past = tuple(sent._replace(past=True) for sent in self.pending)
+        new = Watch.new(guard, self.history.device)
+        return replace(new, steps=self.steps, counters=self.counters, pending=past)
+
+    def counted(self, events: list[Event]) -> Watch:
+        """With these events counted."""
+        counters = dict(self.counters)
+        for event in events:
+            counters[event.kind] = counters.get(event.kind, 0) + int(event.details.get("samples", 1) if event.kind in _MANY else 1)
+        return replace(self, counters=counters)
+
+    # ---- what signals say ----
+
+    def read(self, guard: Guard, statistics: bool) -> tuple[Watch, list[Event], Event | None]:
+        """Take up the signals that are due.
+
+        Args:
+            guard: the configuration.
+            statistics: whether BatchNorm may use statistics of the batch.
+
+        Returns:
+            the new watch, what happened, and the event of a collapse that calls for a recovery.
+        """
+        watch, events, collapse = self, [], None
+        while watch.pending and watch.pending[0].step <= watch.steps - LAG:
+            sent = watch.pending[0]
+            watch = replace(watch, pending=watch.pending[1:])
+            if sent.arrived is not None:
+                sent.arrived.synchronize()
+            ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
+            events += _reports(sent, ok, invalid, unanswered, probabilities, self.counters)
+            if sent.past:
+                continue
+            watch, seen = watch._judged(guard, sent, tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered)
+            events += seen
+            if unanswered and not (watch.asking or watch.waiting or watch.frozen):
+                watch = watch.asking_again()
+            if sent.asked:
+                watch, seen, found = watch._answered(guard, sent, Verdict(*rest[len(SIGNALS) :]), statistics)
+                events += seen
+                collapse = collapse or found
+        return watch.counted(events), events, collapse
+
+    def _judged(
+        self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float
+    ) -> tuple[Watch, list[Event]]:
+        """Gather signals until they make a window, and compare it with the bands."""
+        watch = replace(self, latest=signals)
+        if not valid > 0 or not all(map(math.isfinite, signals)):
+            return watch, []
+        row = tuple(a + valid * b for a, b in zip(watch.row, signals, strict=True))
+        watch = replace(watch, row=row, row_size=watch.row_size + sent.batch, row_valid=watch.row_valid + valid)
+        if watch.row_size < WINDOW:
+            return watch, []
+        row = tuple(value / watch.row_valid for value in row)
+        zero = (0.0,) * len(SIGNALS)
+        watch = replace(watch, row=zero, row_size=0, row_valid=0.0, windows=watch.windows + 1)
+        if watch.asking or watch.waiting or watch.frozen:
+            return watch, []
+        events, due = [], watch.windows in CHECKS or watch.windows % 100 == 0
+        outside = watch.bands.outside(row) if watch.bands.ready else {}
+        watch = replace(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
+        if watch.outside == guard.patience:
+            found = dict(zip(SIGNALS, row, strict=True))
+            words = ", ".join(f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items())
+            message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
+            events.append(Event("suspicious", sent.step, message, {name: found[name] for name in outside}))
+            due = True
+        return (watch.asking_again() if due else watch), events
+
+    def asking_again(self) -> Watch:
+        """With a new question to the source."""
+        return replace(self, asking=True, asked=0, sums=None)
+
+    def _answered(
+        self, guard: Guard, sent: Sent, found: Verdict, statistics: bool
+    ) -> tuple[Watch, list[Event], Event | None]:
+        """A question has been answered."""
+        suspicious, watch = self.outside > 0, replace(self, waiting=False, outside=0)
+        if not found.samples:
+            message = "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
+            return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
+        watch = replace(watch, agreement=found.agreement)
+        details: dict[str, float | str] = dict(found._asdict())
+        by_source = bool(misled(found, statistics and watch.trusted))
+        by_weights = statistics and watch.trusted and found.other < LIMIT
+        said = f"agreement with the source model {found.agreement:.2f}, {found.samples:.0f} samples checked"
+        if by_source or by_weights:
+            limit = LIMIT if found.agreement < LIMIT or by_weights else 1 - LOSS / max(found.confidence, SURE)
+            seen = found.agreement if by_source else found.other
+            what = "source model" if by_source else "source weights"
+            message = f"collapse: agreement with the {what} {seen:.2f} (limit {limit:.2f}), {found.samples:.0f} samples checked"
+            details["cause"] = "statistics" if statistics and watch.trusted and not by_weights else "weights"
+            collapse = Event("collapse", sent.step, message, details)
+            return (replace(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch), [collapse], collapse
+        if suspicious:
+            watch = replace(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
+        events = [Event("healthy", sent.step, f"healthy: {said}", details)]
+        if found.agreement >= WELL:
+            watch = replace(watch, healthy=watch.candidate)
+        watch, raised = watch._raised(guard, sent, found)
+        return watch, events + raised, None
+
+    def _raised(self, guard: Guard, sent: Sent, found: Verdict) -> tuple[Watch, list[Event]]:
+        """Give back what a recovery has taken, if the model has been healthy since."""
+        watch, events = self, []
+        tried = found._replace(agreement=found.other)
+        if not watch.trusted and not misled(tried, True) and (found.other >= HEALTHY or found.spread > MORE):
+            watch = replace(watch, trusted=True)
+            message = f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics are in use again"
+            events.append(Event("raised", sent.step, message, {"agreement": found.other}))
+        if watch.scale < 1 and found.agreement >= HEALTHY and watch.windows >= REGROW * 2 ** (watch.falls - 1):
+            scale = min(1.0, watch.scale / guard.backoff)
+            message = f"healthy for {watch.windows} windows after a recovery: learning rate x {scale:g}"
+            events.append(Event("raised", sent.step, message, {"lr_scale": scale}))
+            watch = replace(watch, scale=scale, windows=0)
+        return watch, events
+
+    # ---- what is done ----
+
+    def recovered(self, guard: Guard, collapse: Event) -> tuple[Watch, Tensor | None, Event]:
+        """After a collapse: the new watch, the weights to go back to (None: the source's), and what is to be said."""
+        often = self.falls > 0 and self.windows <= OFTEN
+        by_statistics = collapse.details["cause"] == "statistics"
+        healthy = None if often or by_statistics or guard.policy == "freeze" else self.healthy
+        base = replace(
+            self, windows=0, outside=0, asking=False, waiting=False, asked=0, sums=None, candidate=None, healthy=None
+        )
+        base = replace(base, pending=tuple(sent._replace(past=True) for sent in base.pending))
+        where = "the last healthy weights" if healthy is not None else "the source weights"
+        if guard.policy == "freeze":
+            event = Event("frozen", collapse.step, "the source model answers from now on; reset() ends it", {})
+            return replace(base, frozen=True), None, event
+        if by_statistics:
+            message = f"{where} restored, BatchNorm on the source's statistics"
+            details: dict[str, float | str] = {"to": where, "lr_scale": base.scale}
+            return replace(base, trusted=False), healthy, Event("recovered", collapse.step, message, details)
+        falls = self.falls + 1 if often else 1
+        scale = self.scale * guard.backoff**falls
+        message = f"{where} restored, learning rate x {scale:g}"
+        event = Event("recovered", collapse.step, message, {"to": where, "lr_scale": scale})
+        return replace(base, falls=falls, scale=scale), healthy, event
+
+    # ---- what it says ----
+
+    def health(self) -> dict[str, float]:
+        """Counters and gauges as flat numbers, as an exporter for Prometheus wants them."""
+        return {
+            "steps": float(self.steps),
+            **{kind: float(self.counters.get(kind, 0)) for kind in COUNTED},
+            "lr_scale": self.scale,
+            "batch_statistics": float(self.trusted),
+            "agreement": self.agreement,
+            **{name: value for name, value in zip(SIGNALS, self.latest, strict=False)},
+        } | {"frozen": float(self.frozen)}
+
+    # ---- as tensors ----
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as a flat dictionary of tensors; waits for the device."""
+        kept = {name: torch.tensor(float(getattr(self, name)), dtype=torch.float64) for name in _NUMBERS}
+        kept["counters"] = torch.tensor([float(self.counters.get(kind, 0)) for kind in COUNTED], dtype=torch.float64)
+        kept["rows"] = torch.tensor(self.bands.rows, dtype=torch.float64).reshape(-1, len(SIGNALS))
+        kept["seen"] = torch.tensor(self.bands.seen)
+        kept["row"] = torch.tensor(self.row, dtype=torch.float64)
+        kept["latest"] = torch.tensor(self.latest, dtype=torch.float64)
+        kept["history"] = self.history
+        kept |= {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
+        for i, sent in enumerate(self.pending):
+            if sent.arrived is not None:
+                sent.arrived.synchronize()
+            head = torch.tensor([sent.step, sent.batch, sent.asked, sent.past], dtype=torch.float64)
+            kept[f"pending.{i}"] = torch.cat([head, sent.values])
+        return kept
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Tensor], guard: Guard, weights: Tensor) -> Watch:
+        """From `tensors()`; raises `StateError` if something is missing or does not fit."""
+        needed = {*_NUMBERS, "counters", "rows", "seen", "row", "latest", "history"}
+        known = needed | set(_TENSORS) | {name for name in saved if name.startswith("pending.")}
+        if missing := (needed - set(saved)) | (set(saved) - known):
+            raise StateError(f"the guard's part of the state is damaged at {', '.join(sorted(missing))}")
+        for name in ("candidate", "healthy"):
+            if name in saved and (saved[name].shape != weights.shape or not saved[name].isfinite().all()):
+                raise StateError(f"guard.{name} must be {tuple(weights.shape)} finite numbers; the state is damaged")
+        if saved["history"].shape != (9,) or len(saved["counters"]) != len(COUNTED) or saved["rows"].shape[1:] != (5,):
+            raise StateError("the guard's part of the state has other shapes than this version of come writes")
+        numbers = {}
+        for spec in fields(cls):
+            if spec.name in _NUMBERS:
+                value = float(saved[spec.name])
+                if not math.isfinite(value):
+                    raise StateError(f"guard.{spec.name} must be finite, got {value}")
+                numbers[spec.name] = {"bool": bool, "int": int}.get(str(spec.type), float)(value)
+        pending = []
+        for name in sorted((n for n in saved if n.startswith("pending.")), key=lambda n: int(n.partition(".")[2])):
+            step, batch, asked, past = (int(v) for v in saved[name][:4].tolist())
+            pending.append(Sent(step, batch, saved[name][4:].clone(), None, bool(asked), bool(past)))
+        rows = tuple(tuple(row) for row in saved["rows"].tolist())
+        return cls(
+            bands=Bands(guard.warmup, rows, int(saved["seen"])),
+            history=saved["history"].to(weights.device).clone(),
+            counters=dict(zip(COUNTED, map(int, saved["counters"].tolist()), strict=True)),
+            pending=tuple(pending),
+            latest=tuple(saved["latest"].tolist()),
+            row=tuple(saved["row"].tolist()),
+            **{name: saved[name].to(weights.device).clone() for name in _TENSORS if name in saved},
+            **numbers,  # type: ignore[arg-type]
+        )
+
+    def to(self, device: torch.device) -> Watch:
+        """With all tensors on that device."""
+        moved = {name: value.to(device) for name in _TENSORS if (value := getattr(self, name)) is not None}
+        return replace(self, history=self.history.to(device), **moved)
+
+
+_MANY = {"invalid_samples", "unanswered"}
+"""Events that count samples."""
+_TENSORS = ("sums", "candidate", "healthy")
+_NUMBERS = (
+    *("steps", "row_size", "row_valid", "windows", "outside", "asking", "waiting", "asked", "agreement", "scale"),
+    *("trusted", "frozen", "falls"),
+)
+_NAMES = {
+    "share": "share of the most predicted class",
+    "entropy": "entropy",
+    "uncertainty": "uncertainty",
+    "norm": "norm of the logits",
+    "distance": "distance from the source weights",
+}
+
+
+def _reports(
+    sent: Sent, ok: float, invalid: float, unanswered: float, probabilities: float, counters: Mapping[str, int]
+) -> list[Event]:
+    """What the signals of one step say by themselves."""
+    events = []
+    if invalid:
+        message = f"{invalid:.0f} of {sent.batch} samples are not finite or absurdly large; they drive no update"
+        events.append(Event("invalid_samples", sent.step, message, {"samples": invalid}))
+    if unanswered:
+        message = f"no finite answer for {unanswered:.0f} of {sent.batch} samples; the source model is asked"
+        events.append(Event("unanswered", sent.step, message, {"samples": unanswered}))
+    if not ok:
+        message = "an update was not finite and was rejected; weights, moments and memory are as before"
+        events.append(Event("update_refused", sent.step, message, {}))
+    if probabilities and not counters.get("probabilities"):
+        message = "the model seems to return probabilities, not logits: adapt the model without its softmax"
+        events.append(Event("probabilities", sent.step, message, {}))
+    return events

@@ -1,0 +1,240 @@
+"""The state of an adapter as a flat dictionary of tensors, and as a safetensors file.
+
+weights            (P,) adapted weights
+moment.<name>      moments of the optimizer
+state.<name>       averages, counters, buffers: what the method remembers
+guard.<name>       what the guard has learned, if there is one
+count              batches seen
+configuration      the method, its hyperparameters, the objective and the guard, as the bytes of a JSON text
+fingerprint        SHA-256 of the source model, every value of it, and of what the method has found in source data
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialized
+from torch import Tensor, nn
+
+from come.errors import StateError
+from come.files import replacing
+from come.guard.watch import Watch
+
+if TYPE_CHECKING:
+    from come.adapter import Adapter, Moment
+
+FORMAT, VERSION = "come-state", 4
+
+
+def collect(adapter: Adapter) -> dict[str, Tensor]:
+    """State of `adapter` as copied tensors."""
+    now = adapter._now
+    saved = {"weights": now.weights, "count": torch.tensor(now.count)}
+    saved |= {f"moment.{name}": value for name, value in now.moments.items()}
+    saved |= {f"state.{name}": value for name, value in (now.state or {}).items()}
+    if now.watch is not None:
+        saved |= {f"guard.{name}": value for name, value in now.watch.tensors().items()}
+    saved["configuration"] = _bytes(json.dumps(configuration(adapter), sort_keys=True).encode())
+    saved["fingerprint"] = _bytes(fingerprint(adapter))
+    return {name: value.detach().clone() for name, value in saved.items()}
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
+    """The moment that `saved` describes; if anything does not fit, raise and change nothing."""
+    from come.adapter import Moment
+
+    for name in ("weights", "count", "configuration", "fingerprint"):
+        if name not in saved:
+            raise StateError(f"this is not the state of an adapter: {name!r} is missing")
+    _same_configuration(adapter, saved["configuration"])
+    if bytes(saved["fingerprint"].tolist()) != fingerprint(adapter):
+        raise StateError(
+            f"this state belongs to another source model than this {type(adapter.model).__name__}, or to other source data; "
+            "load the weights that the adapter was made with"
+        )
+    now, device = adapter._now, adapter._device
+    parts: dict[str, dict[str, Tensor]] = {"moment": {}, "state": {}, "guard": {}}
+    for key, value in saved.items():
+        kind, _, name = key.partition(".")
+        if kind in parts and name:
+            parts[kind][name] = value
+        elif key not in ("weights", "count", "configuration", "fingerprint"):
+            raise StateError(f"the state holds {key!r}, which this {adapter.method.name} does not know")
+    for name, known in (("weights", now.weights), *((f"moment.{k}", v) for k, v in now.moments.items())):
+        found = saved.get(name)
+        if found is None or found.shape != known.shape:
+            got = "missing" if found is None else tuple(found.shape)
+            raise StateError(f"{name!r} of the state must have shape {tuple(known.shape)}, got {got}")
+    for name in ("weights", *(f"moment.{k}" for k in parts["moment"])):
+        if saved[name].is_floating_point() and not saved[name].isfinite().all():
+            raise StateError(f"{name!r} of the state is not finite; use an older snapshot")
+    count = int(saved["count"])
+    if count < 0 or (count > 0 and now.state and set(now.state) != set(parts["state"])):
+        missing = sorted(set(now.state or {}) - set(parts["state"])) or [f"count {count}"]
+        raise StateError(f"the state lacks {', '.join(missing)}")
+    watch = None
+    if adapter.guard is not None:
+        watch = Watch.of(parts["guard"], adapter.guard, now.weights)
+    moment = Moment(
+        saved["weights"].to(now.weights).clone(),
+        {name: value.clone() for name, value in parts["moment"].items()},
+        {name: value.clone() for name, value in parts["state"].items()} if parts["state"] or count else None,
+        count,
+        watch,
+    )
+    return moment.to(device, adapter.method.on_host)
+
+
+def _same_configuration(adapter: Adapter, saved: Tensor) -> None:
+    try:
+        theirs = json.loads(bytes(saved.tolist()))
+        mine = json.loads(json.dumps(configuration(adapter)))
+        differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StateError(f"the configuration in this state cannot be read: {error}") from error
+    if differ:
+        key = sorted(differ, key=lambda k: (k != "method", k))[0]
+        raise StateError(
+            f"this state was saved with {key}={theirs.get(key)!r}, this adapter has {mine.get(key)!r}; make the adapter as "
+            "it was made when the state was saved"
+        )
+
+
+def configuration(adapter: Adapter) -> dict[str, Any]:
+    """What decides the numbers beside the model: method, hyperparameters, objective, guard."""
+    method = adapter.method
+    found: dict[str, Any] = {"method": method.name}
+    for name in method.hyperparameters():
+        if name not in method.once:
+            found[name] = _described(getattr(method, name, None))
+    found["guard"] = None
+    if adapter.guard is not None:
+        found["guard"] = {key: value for key, value in asdict(adapter.guard).items() if key != "on_event"}
+    return found
+
+
+def _described(value: Any) -> Any:
+    """A value as JSON can hold it, the same in every process."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_described(item) for item in value]
+    if isinstance(value, Tensor):
+        return hashlib.sha256(_raw(value)).hexdigest()
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if is_dataclass(value) and not isinstance(value, type):
+        return repr(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    inside = {key: _described(item) for key, item in vars(value).items()} if hasattr(value, "__dict__") else repr(value)
+    return [type(value).__qualname__, inside]
+
+
+def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
+    """Write the state of `adapter` to `path`, atomically."""
+    path = Path(path)
+    tensors = {name: value.contiguous() for name, value in collect(adapter).items()}
+    about = {"format": FORMAT, "version": str(VERSION), "method": adapter.method.name, "sha256": _digest(tensors)}
+    data = serialized(tensors, metadata=about)  # safetensors' own save_file writes to a name of its own first
+    try:
+        with replacing(path) as beside:
+            beside.write_bytes(data)
+    except OSError as error:
+        raise StateError(
+            f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
+        ) from error
+
+
+def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
+    """The tensors in a file that `save` wrote, checked against its checksum."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
+    if metadata.get("format") != FORMAT:
+        raise StateError(f"{path} must have format {FORMAT!r}, got {metadata.get('format')!r}; give a file that save() wrote")
+    if metadata.get("version") != str(VERSION):
+        raise StateError(
+            f"{path} has version {metadata.get('version')!r} of the format, this come reads {VERSION}; load it with the "
+            "version of come that wrote it"
+        )
+    if metadata.get("sha256") != _digest(tensors):
+        raise StateError(f"{path}: checksum mismatch; use an older snapshot")
+    if metadata.get("method") != method:
+        raise StateError(f"{path} was saved by {metadata.get('method')!r}, not by {method!r}")
+    return tensors
+
+
+def _raw(value: Tensor) -> bytes:
+    value = value.detach().cpu().contiguous()
+    return ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}".encode())
+        digest.update(_raw(tensors[name]))
+    return digest.hexdigest()
+
+
+def fingerprint(adapter: Adapter) -> bytes:
+    """SHA-256 over every value of the source model, and over what `setup` has found in source data.
+
+    Taken once for each version of the model's tensors: reading hundreds of megabytes takes a second.
+    """
+    model = adapter.model
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    known = [(id(value), value._version, value.device, value.dtype) for _, value in tensors]
+    if adapter._fingerprint is None or adapter._fingerprint[0] != known:
+        digest = hashlib.sha256()
+        for name, value in tensors:
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(_raw(value))
+        for name, value in _beside_tensors(model):
+            digest.update(name.encode())
+            digest.update(_pickled(name, value))
+        for name, value in sorted(adapter._fixed.items()):
+            if isinstance(value, Tensor):
+                digest.update(f"{name} {tuple(value.shape)}".encode())
+                digest.update(_raw(value))
+        adapter._fingerprint = (known, digest.digest())
+    return adapter._fingerprint[1]
+
+
+def _beside_tensors(model: nn.Module) -> list[tuple[str, Any]]:
+    """What a model holds beside parameters and buffers: extra state, packed weights of quantized layers."""
+    plain = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    return [(name, value) for name, value in model.state_dict().items() if name not in plain]
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    try:
+        if isinstance(value, Tensor):
+            return _raw(value.int_repr() if value.is_quantized else value) + repr(value.dtype).encode()
+        if isinstance(value, (tuple, list)):
+            return b"".join(_pickled(name, item) for item in value)
+        return pickle.dumps(value, protocol=4)
+    except Exception as error:
+        raise StateError(
+            f"the model holds {name!r}, a {type(value).__name__} that cannot be compared: its state cannot be saved or "
+            "loaded safely"
+        ) from error
