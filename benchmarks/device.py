@@ -5,14 +5,12 @@
 ViT-B/16 with random weights at 224 x 224, batches of 64, as in the paper's table (an RTX 4090). Runs with and without the
 guard take turns in blocks of ten steps and go on for `--steps` of them; methods that take a second or more for a step make
 fewer, and say how many. The guard's time has two parts: its checks, and the batches that it asks the source model about. How
-many these were is in the last column; a long stream has one look at 32 samples in a hundred batches, but here there are five
-in the first eighty, and a source with random weights is so unsure that most of them take 160 samples.
+many these were is in the last column; a long stream has one in a hundred batches, but here there are six in the first eighty.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 
@@ -27,22 +25,22 @@ BLOCK = 10
 SLOW = {"memo": 2, "foa": 6, "tea": 4, "cotta": 10}  # steps in all
 
 
-def adapter(model: torch.nn.Module, method: str, guard: come.Guard | bool) -> come.Method:
+def adapter(model: torch.nn.Module, method: str, guard: come.Guard | bool) -> come.Adapter:
     """As a user would make it, with source batches where the method takes them."""
     extra: dict[str, object] = {}
     if "source" in come.methods.get(method).hyperparameters():
         extra["source"] = [torch.rand(BATCH, 3, 224, 224, device="cuda") for _ in range(2)]
     if method == "cotta":
         extra["confident"] = 1.0  # the dear case: all views
-    return come.adapt(copy.deepcopy(model), method, "come", guard=guard, **extra)
+    return come.adapt(model, method, guard=guard, **extra)
 
 
-def block(method: come.Method, batches: list[torch.Tensor], steps: int) -> float:
+def block(adapter: come.Adapter, batches: list[torch.Tensor], steps: int) -> float:
     """Seconds for a step."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for i in range(steps):
-        method(batches[i % len(batches)])
+        adapter(batches[i % len(batches)])
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / steps
 
@@ -51,14 +49,14 @@ def measure(
     name: str, model: torch.nn.Module, batches: list[torch.Tensor], steps: int
 ) -> tuple[float, float, float, float]:
     """Seconds for a step and megabytes, both without the guard; the ratio of times with it, and batches that it asked about."""
-    others = torch.cuda.memory_allocated() - batches[0].nbytes  # the model that is copied, and the other batches
+    others = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - batches[0].nbytes  # other batches
     bare = adapter(model, name, guard=False)
     block(bare, batches, 2)
     torch.cuda.reset_peak_memory_stats()
     block(bare, batches, 1)
     memory = (torch.cuda.max_memory_allocated() - others) / 2**20
     asked: list[float] = []
-    verdicts = come.Guard(on_event=lambda e: asked.append(e.details["samples"]) if "standing" in e.details else None)
+    verdicts = come.Guard(on_event=lambda e: asked.append(e.details["samples"]) if "agreement" in e.details else None)
     guarded = adapter(model, name, guard=verdicts)
     block(guarded, batches, 2)
     size = min(BLOCK, max(1, steps // 2))
@@ -92,7 +90,7 @@ def main() -> None:
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     first: tuple[float, float] | None = None
-    for name in options.methods:
+    for name in sorted(options.methods, key=lambda name: name != "source"):  # the others are compared with it
         steps = SLOW.get(name, options.steps)
         seconds, memory, ratio, asked = measure(name, model, batches, steps)
         torch.cuda.empty_cache()

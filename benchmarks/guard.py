@@ -148,7 +148,7 @@ def cost(rounds: int, steps: int) -> None:
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(rounds):
             for guard in (True, False):
-                with come.adapt(model.module, method, "come", guard=guard, **arguments) as adapter:
+                with come.adapt(model.module, method, guard=guard, **arguments) as adapter:
                     began = time.perf_counter()
                     for i in range(steps):
                         adapter(data[i % len(data)])

@@ -47,7 +47,7 @@ def soak(method: str, steps: int, results: multiprocessing.Queue) -> None:
         arguments["source"] = batches(2, seed=9)
     if "normalization" in chosen.hyperparameters():
         arguments["normalization"] = ((0.45,), (0.07,))
-    adapter = come.adapt(model, method, "come", lr=1e-4, **arguments)
+    adapter = come.adapt(model, method, lr=1e-4, **arguments)
     data = batches(50, size=4)
     for i in range(0, 50, 10):
         data[i][0] = torch.nan
@@ -58,7 +58,7 @@ def soak(method: str, steps: int, results: multiprocessing.Queue) -> None:
         if number + 1 in (steps // 10, steps):
             gc.collect()
             seen.append((resident(), len(gc.get_objects())))
-    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    finite = all(bool(p.isfinite().all()) for p in adapter.adapted_parameters.values())
     results.put((method, seen, adapter.health()["invalid_samples"], finite, time.perf_counter() - began))
 
 

@@ -4,7 +4,6 @@ A stand-in for your own model and stream that needs nothing but torch and takes 
 waveforms, then the same waveforms from a sensor with drift, gain and noise that the classifier has never seen.
 """
 
-import copy
 import math
 
 import torch
@@ -63,9 +62,9 @@ def main() -> None:
     print("on the shifted stream   accuracy   mean confidence")
     for method, arguments in runs.items():
         for objective in ("em", "come") if "lr" in arguments else ("em",):
-            with come.adapt(copy.deepcopy(model), method, objective, **arguments) as classifier:
+            with come.adapt(model, method, objective=objective, **arguments) as classifier:
                 logits = torch.cat([classifier(x) for x, _ in stream])
-                confidence = classifier.objective.confidence(logits).mean()
+                confidence = classifier.method.objective.confidence(logits).mean()
             accuracy = (logits.argmax(dim=1) == labels).float().mean()
             name = f"{method} + {objective}" if "lr" in arguments else method
             print(f"  {name:<20} {100 * accuracy:9.1f}% {100 * confidence:16.1f}%")

@@ -102,7 +102,7 @@ def test_reproduce(tmp_path, monkeypatch, capsys):
     code, _, err = call(monkeypatch, capsys, "reproduce", "abltion")
     assert (code, "did you mean 'ablation'" in err) == (2, True)
     code, _, err = call(monkeypatch, capsys, "reproduce", "ablation", "--seeds", "x")
-    assert (code, "seeds is 'x'" in err) == (2, True)
+    assert (code, "seeds must be integers" in err) == (2, True)
 
 
 def test_a_configuration_file_and_options_over_it(tmp_path, monkeypatch, capsys):
@@ -173,14 +173,14 @@ def photos(tmp_path):
         (["--data", "glyps"], "did you mean 'glyphs'"),
         (["--setting", "standrad"], "did you mean 'standard'"),
         (["--preset", "quik"], "did you mean 'quick'"),
-        (["--severity", "0"], "severity is 0; it must be from 1 to 5"),
-        (["--severity", "6"], "severity is 6; it must be from 1 to 5"),
+        (["--severity", "0"], "severity must be from 1 to 5, got 0"),
+        (["--severity", "6"], "severity must be from 1 to 5, got 6"),
         (["--severity", "five"], "Invalid value for '--severity'"),
-        (["--seeds", "0,x"], "seeds is 'x'; it must be whole numbers"),
-        (["--batch-size", "0"], "batch-size is 0; it must be at least 1"),
+        (["--seeds", "0,x"], "seeds must be integers with commas between, e.g. 0,1,2, got 'x'"),
+        (["--batch-size", "0"], "batch-size must be an integer >= 1, got 0"),
         (["--set", "tent.lrr=1"], "did you mean 'lr'"),
         (["--set", "lr=1"], "is not METHOD.NAME=VALUE"),
-        (["--set", "tent.lr=-1"], "lr is -1; it must be a positive number"),
+        (["--set", "tent.lr=-1"], "lr must be a positive number, or None for the paper's, got -1"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--device", "tpu"], "device 'tpu' cannot be used here"),
         (["--normalization", "imagnet"], "did you mean 'imagenet'"),

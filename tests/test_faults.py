@@ -58,9 +58,9 @@ def test_a_report_says_what_it_leaves_out(ground):
     path = out / "cells" / f"{key}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     folder = RunFolder.existing(out)
-    with pytest.warns(UserWarning, match=f"left out: .*{key}.safetensors is not as it was written.*run the same"):
+    with pytest.warns(UserWarning, match=f"left out: .*{key}.safetensors: checksum mismatch.*run the same"):
         assert key not in {record.key for record in folder.records()}
-    with pytest.raises(come.StateError, match=f"cannot read the rows of cell {key}: .*size or checksum"):
+    with pytest.raises(come.StateError, match=f"cannot read the rows of cell {key}: .*checksum mismatch"):
         folder.rows(key)
     for damaged in out.glob("cells/*.json"):
         damaged.write_text("{}")

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 import come
-from come.batchnorm import batch_norms, batch_statistics, by_group, by_selection, mixed, normalized_by
+from come.batchnorm import batch_norms, by_group, by_selection, following, mixed
+from come.borrowed import Borrowed
 from come.heads import Head
 from come.images import Normalization
-from come.inputs import image_of, take, with_image
+from come.inputs import Inputs
+from come.select import nothing
 
 
 def timm_model(name):
@@ -38,6 +40,21 @@ def transformers_model(name):
     return getattr(transformers, f"{name}ForImageClassification")(config)
 
 
+class Headed(come.Method):
+    """Answers with the head on the features that it was given."""
+
+    name = "headed"
+    descends = False
+
+    def setup(self, ctx):
+        return {"head": Head(ctx.model.model)}
+
+    def adapt(self, ctx, x):
+        features, logits = ctx.features(x)
+        assert logits.shape == (3, 7)
+        return come.Step(ctx.fixed["head"].linear(features))
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -55,12 +72,10 @@ def transformers_model(name):
 )
 def test_the_head_gives_the_logits(make, name):
     model = make(name).eval()
-    head = Head(model)
     x = torch.rand(3, 3, 64, 64)
     with torch.no_grad():
-        features, logits = head.features(lambda: come.inputs.logits_of(model(x), 3))
-        assert logits.shape == (3, 7)
-        torch.testing.assert_close(head.linear(features), logits)
+        expected = come.inputs.logits_of(model(x), 3)
+    torch.testing.assert_close(come.adapt(model, Headed(select=nothing(), statistics="source"))(x), expected)
 
 
 def test_a_head_by_name_or_itself():
@@ -69,8 +84,27 @@ def test_a_head_by_name_or_itself():
     assert Head(model, model[2]).name == "2"
     with pytest.raises(come.ModelError, match="a Flatten where its classifier should be"):
         Head(model, "0")
-    with pytest.raises(come.ModelError, match="name the layer that does"):
-        Head(model, "1").features(lambda: model(torch.rand(2, 3, 2, 2)))
+    with pytest.raises(come.ConfigError, match="head must name a module of Sequential, got 'nowhere'"):
+        Head(model, "nowhere")
+    with pytest.raises(
+        come.ModelError, match=r"'1' of Sequential does not give its logits .* name the layer that does"
+    ):
+        come.adapt(model, "t3a", head="1")(torch.rand(2, 3, 2, 2))
+
+
+def test_a_head_that_is_called_twice_gives_the_features_behind_the_logits():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            self.head(x + 1)
+            return self.head(x)
+
+    model, x = Twice(), torch.rand(2, 4)
+    seen = [(x + 1, model.head(x + 1)), (x, model.head(x))]
+    assert Head(model).pick(seen, model(x)) is x
 
 
 def test_timm_model_without_a_classifier():
@@ -87,9 +121,16 @@ def test_normalization_there_and_back():
     n = Normalization.of(((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     images = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     torch.testing.assert_close(n.images(n.inputs(images)), images)
-    n.check(n.inputs(images), "x")
+    n.check(n.inputs(images), "x", first=True)
     assert Normalization.of(n) is n
     assert torch.equal(Normalization.of(None).images(images), images)
+
+
+def test_only_the_first_batch_is_held_against_the_normalization():
+    n = Normalization.of(((0.5,), (0.5,)))
+    with pytest.raises(come.InputError, match=r"test needs images in \[0, 1\], .* ranges from 0\.5 to 2;"):
+        n.check(torch.tensor([[[[0.0, 3.0]]]]), "test", first=True)
+    n.check(torch.tensor([[[[0.0, 3.0]]]]), "test", first=False)
 
 
 def test_normalization_with_other_channels():
@@ -106,15 +147,16 @@ def test_bad_normalizations(bad):
 
 
 def test_images_in_a_batch_and_others_in_their_place():
-    x = {"pixel_values": torch.zeros(2, 3, 4, 4), "mask": torch.tensor([[1, 0], [0, 1]]), "flag": True}
-    assert image_of(x, "test") is x["pixel_values"]
-    views = with_image(x, torch.ones(6, 3, 4, 4))
+    given = {"pixel_values": torch.zeros(2, 3, 4, 4), "mask": torch.tensor([[1, 0], [0, 1]]), "flag": True}
+    x = Inputs.of(given)
+    assert x.image("test") is given["pixel_values"]
+    views = x.with_image(torch.ones(6, 3, 4, 4)).kwargs
     assert views["pixel_values"].shape == (6, 3, 4, 4)
     assert views["mask"].tolist() == [[1, 0], [0, 1]] * 3
     assert views["flag"] is True
-    assert take(x, slice(1, 2))["mask"].tolist() == [[0, 1]]
-    with pytest.raises(come.InputError, match="test works on images"):
-        image_of((torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)), "test")
+    assert x.take(slice(1, 2)).kwargs["mask"].tolist() == [[0, 1]]
+    with pytest.raises(come.InputError, match=r"test needs images, .* got \(2, 3, 4, 4\), \(2, 3, 4, 4\)"):
+        Inputs.of(torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)).image("test")
 
 
 # ---- BatchNorm ----
@@ -133,47 +175,72 @@ def model():
     return net.eval()
 
 
+def run(model, x, statistics):
+    borrowed = Borrowed(model, nothing(), "test", descends=False)
+    with torch.no_grad():
+        return borrowed.call(Inputs.of(x), borrowed.source(), statistics)
+
+
 def test_groups_are_normalized_as_if_they_came_alone(model):
-    x, layers = torch.rand(12, 3, 8, 8), batch_norms(model)
-    with normalized_by(layers, by_group(3)):
-        together = model(x)
-    with batch_statistics(layers, 4):
-        alone = torch.cat([model(part) for part in x.split(4)])
-    torch.testing.assert_close(together, alone)
+    x = torch.rand(12, 3, 8, 8)
+    alone = torch.cat([run(model, part, "batch") for part in x.split(4)])
+    torch.testing.assert_close(run(model, x, by_group(3)), alone)
 
 
 def test_a_selection_is_normalized_as_if_the_others_were_not_there(model):
-    x, layers = torch.rand(12, 3, 8, 8), batch_norms(model)
+    x = torch.rand(12, 3, 8, 8)
     used = torch.arange(12) % 3 != 0
-    with normalized_by(layers, by_selection(used)):
-        masked = model(x)[used]
-    with batch_statistics(layers, 8):
-        torch.testing.assert_close(masked, model(x[used]))
-    with normalized_by(layers, by_selection(torch.zeros(12, dtype=torch.bool))):
-        assert model(x).isfinite().all()
+    torch.testing.assert_close(run(model, x, by_selection(used))[used], run(model, x[used], "batch"))
+    nobody = by_selection(torch.zeros(12, dtype=torch.bool))
+    torch.testing.assert_close(run(model, x, nobody), run(model, x, "batch"))
 
 
-def test_mixed_statistics_and_what_is_kept_of_them(model):
+def test_mixed_statistics_lie_between_the_source_and_the_batch(model):
+    x = torch.rand(12, 3, 8, 8)
+    torch.testing.assert_close(run(model, x, mixed(0.0)), model(x))
+    torch.testing.assert_close(run(model, x, mixed(1.0)), run(model, x, "batch"))
+    first, layer = model[0](x).detach(), model[1]
+    mean = 0.75 * layer.running_mean + 0.25 * first.mean(dim=(0, 2, 3))
+    var = 0.75 * layer.running_var + 0.25 * first.var(dim=(0, 2, 3), correction=0)
+    expected = nn.functional.batch_norm(first, mean, var, layer.weight, layer.bias, eps=layer.eps)
+    torch.testing.assert_close(run(model[:2], x, mixed(0.25)), expected)
+
+
+def test_statistics_that_follow_and_what_is_kept_of_them(model):
     x, layers = torch.rand(12, 3, 8, 8), batch_norms(model)
-    old = [(layer.running_mean.clone(), layer.running_var.clone()) for layer in layers]
-    with normalized_by(layers, mixed(old, 0.0, 0)):
-        torch.testing.assert_close(model(x), model.eval()(x))
-    new = list(old)
-    with normalized_by(layers, mixed(old, 1.0, 0, new)), torch.no_grad():
-        all_own = model(x)
-    with batch_statistics(layers, 12):
-        torch.testing.assert_close(all_own, model(x))
-    first = model[0](x)
-    torch.testing.assert_close(new[0][0], first.mean(dim=(0, 2, 3)))
-    for layer, (mean, var) in zip(layers, old, strict=True):
+    old = {i: (layer.running_mean.clone(), layer.running_var.clone()) for i, layer in enumerate(layers)}
+    torch.testing.assert_close(run(model, x, following(old, 0.0, 0)), model(x))
+    new = dict(old)
+    torch.testing.assert_close(run(model, x, following(old, 1.0, 0, new)), run(model, x, "batch"))
+    torch.testing.assert_close(new[0][0], model[0](x).mean(dim=(0, 2, 3)))
+    for layer, (mean, var) in zip(layers, old.values(), strict=True):
         assert torch.equal(layer.running_mean, mean)  # the layers have what they had
         assert torch.equal(layer.running_var, var)
 
 
-def test_statistics_come_back_after_an_error(model):
+@pytest.mark.parametrize("statistics", ["batch", mixed(0.5), by_group(2)])
+def test_a_layer_that_does_more_than_normalize_keeps_doing_it(statistics):
+    import timm.layers
+
+    layer = timm.layers.BatchNormAct2d(4).eval()
+    with torch.no_grad():
+        layer.bias.fill_(-0.5)
+    out = run(nn.Sequential(layer), torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0)), statistics)
+    assert out.min() == 0  # its ReLU
+    assert out.max() > 0
+
+
+@pytest.mark.parametrize("statistics", ["batch", by_group(5)])
+def test_statistics_come_back_after_an_error(model, statistics):
     layers = batch_norms(model)
-    before = [layer.running_mean for layer in layers]
-    with pytest.raises(RuntimeError), normalized_by(layers, by_group(5)):
-        model(torch.rand(12, 3, 8, 8))
-    assert all(layer.running_mean is mean for layer, mean in zip(layers, before, strict=True))
-    assert not any(layer._forward_pre_hooks for layer in layers)
+    before = [(layer.running_mean, layer.running_var, layer.training) for layer in layers]
+    handle = model[4].register_forward_hook(lambda *_: model.nowhere)
+    with pytest.raises((RuntimeError, AttributeError)):
+        run(model, torch.rand(12, 3, 8, 8), statistics)
+    handle.remove()
+    for layer, (mean, var, training) in zip(layers, before, strict=True):
+        assert layer.running_mean is mean
+        assert layer.running_var is var
+        assert layer.training is training
+        assert layer.track_running_stats
+        assert not layer._forward_pre_hooks

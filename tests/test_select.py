@@ -128,12 +128,28 @@ def test_without_a_stack_the_last_norm_layers_are_left_alone():
 
 def test_your_own_selection():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    method = come.adapt(model, "tent", lr=0.1, select=lambda m: {"2.bias": m[2].bias})
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    method(torch.randn(6, 4))
+    adapter = come.adapt(model, "tent", lr=0.1, select=lambda m: {"2.bias": m[2].bias})
+    adapter(torch.randn(6, 4))
+    assert list(adapter.adapted_parameters) == ["2.bias"]
+    adapter.close(keep=True)
     assert [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])] == ["2.bias"]
-    method.close()
     assert set(everything()(model)) == set(dict(model.named_parameters()))
+
+
+def test_a_parameter_under_two_names_adapts_once():
+    norm = nn.LayerNorm(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm, nn.Linear(4, 3))
+    both = {"0.weight": norm.weight, "2.weight": norm.weight}
+    adapter = come.adapt(model, "tent", lr=0.1, select=lambda _: both)
+    x = torch.randn(6, 4)
+    first = adapter(x)
+    assert list(adapter.adapted_parameters) == ["0.weight"]
+    again = adapter.predict(x)
+    assert not torch.equal(first, again)
+    adapter.close(keep=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), again)  # both places had the adapted values
 
 
 @pytest.mark.parametrize(
@@ -141,7 +157,7 @@ def test_your_own_selection():
     [
         (lambda m: {"nowhere": m[1].weight}, "'nowhere', which is not a parameter of Sequential"),
         (lambda m: {}, "tent has nothing to adapt"),
-        ("norms", "select is 'norms'; give a function"),
+        ("norms", "select must be a function .*, got 'norms'"),
     ],
 )
 def test_bad_selections(select, message):
@@ -151,5 +167,5 @@ def test_bad_selections(select, message):
 
 
 def test_bad_share():
-    with pytest.raises(come.ConfigError, match=r"skip_last is 1\.0; it must be in \[0, 1\)"):
+    with pytest.raises(come.ConfigError, match=r"skip_last must be in \[0, 1\), got 1\.0"):
         norm_affine(skip_last=1.0)

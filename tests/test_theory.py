@@ -84,9 +84,9 @@ def test_the_printed_theorem_fails():
 
 
 def test_bad_arguments():
-    with pytest.raises(come.ConfigError, match="num_classes is 1; it must be at least 2"):
+    with pytest.raises(come.ConfigError, match="num_classes must be at least 2, got 1"):
         uncertainty_bounds(torch.ones(1), 1)
-    with pytest.raises(come.ConfigError, match=r"p is 0\.5"):
+    with pytest.raises(come.ConfigError, match=r"p must be .*, got 0\.5"):
         confidence_bound(torch.ones(1), 3, p=0.5)
-    with pytest.raises(come.ConfigError, match=r"delta is -0\.1; it must be at least 0"):
+    with pytest.raises(come.ConfigError, match=r"delta must be at least 0, got -0\.1"):
         belief_bound(torch.ones(1), delta=-0.1)

@@ -94,6 +94,7 @@ class Adapter:
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
+        self._context_in_use: Context | None = None
         self._fingerprint: tuple[list[Any], bytes] | None = None
         with untracked():
             self._borrowed = Borrowed(model, self.method.select, self.method.name, self.method.descends)
@@ -142,7 +143,11 @@ class Adapter:
                 return out
             except BaseException:
                 self._now = before
+                if self._context_in_use is not None:
+                    self._context_in_use.undo()
                 raise
+            finally:
+                self._context_in_use = None
 
     @untracked()
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -202,20 +207,15 @@ class Adapter:
         if now.state is None:
             now = replace(now, state=self.method.initial_state(ctx, x))
             ctx.state = dict(now.state or {})
-        try:
-            if self.guard is None or watch is None:
-                out = self._adapted(ctx, x)
-            else:
-                out, watch = self._guarded(self.guard, watch, ctx, x)
-            ok = ctx.ok if self.guard is not None else None
+        self._context_in_use = ctx
+        if self.guard is None or watch is None:
+            out = self._adapted(ctx, x)
             weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
-            if ok is not None:
-                ctx.undo(unless=ok)
-                weights = torch.where(ok, weights, now.weights)
-                moments, state = chosen(ok, moments, now.moments), chosen(ok, state, now.state or {})
-        except BaseException:
-            ctx.undo()
-            raise
+        else:
+            out, watch = self._guarded(self.guard, watch, ctx, x)
+            ctx.keep_where(ctx.ok)
+            weights = torch.where(ctx.ok, ctx.weights.detach(), now.weights)
+            moments, state = chosen(ctx.ok, ctx.moments, now.moments), chosen(ctx.ok, ctx.state, now.state or {})
         moment = Moment(weights, moments, state, now.count + 1, watch)
         return moment, Step(*(None if value is None else value.detach() for value in out)), events
 
@@ -382,11 +382,16 @@ class Adapter:
         device, dtype = self._borrowed.device, self._borrowed.dtype
         if self._now.weights.device == device and self._now.weights.dtype == dtype:
             return
-        self._source = self._source.to(device, dtype)
-        self._fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._fixed.items()}
+
+        def cast(values: dict[str, Any]) -> dict[str, Any]:
+            """What has an entry for each adapted weight has their precision."""
+            return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == self._source.shape else v for k, v in values.items()}
+
+        fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._fixed.items()}
         now = self._now.to(device, self.method.on_host)
-        moments = {k: v.to(dtype) if v.shape == now.weights.shape else v for k, v in now.moments.items()}
-        self._now = replace(now, weights=now.weights.to(dtype), moments=moments)
+        state = None if now.state is None else cast(now.state)
+        self._now = replace(now, weights=now.weights.to(dtype), moments=cast(now.moments), state=state)
+        self._source, self._fixed = self._source.to(device, dtype), cast(fixed)
         self._generator = torch.Generator(device)
 
     def _tell(self, events: list[Event]) -> None:
@@ -507,7 +512,7 @@ class Adapter:
         """For copies and pickles: a lock and a generator cannot be copied, and are made anew."""
         with self._lock:
             kept = dict(vars(self))
-        for name in ("_lock", "_generator", "_borrowed"):
+        for name in ("_lock", "_generator", "_borrowed", "_context_in_use"):
             del kept[name]
         watch = self._now.watch
         if watch is not None:
@@ -521,7 +526,7 @@ class Adapter:
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """From a copy or a pickle."""
         names = kept.pop("_selected")
-        vars(self).update(kept)
+        vars(self).update(kept, _context_in_use=None)
         known = dict(self.model.named_parameters(remove_duplicate=False))
         chosen_ones = {name: known[name] for name in names}
         self._borrowed = Borrowed(self.model, lambda _: chosen_ones, self.method.name, self.method.descends)

@@ -99,7 +99,7 @@ class Context:
         self.statistics = statistics
         """What BatchNorm normalizes by in this step."""
         self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
-        """0-d bool: whether every update so far was finite."""
+        """0-d bool: whether every gradient and update so far was finite."""
         self._undo: list[tuple[Tensor, Tensor, Tensor]] = []
 
     # ---- the model ----
@@ -175,6 +175,8 @@ class Context:
                 f"no gradient reaches the {len(self.model.shapes)} adapted parameter(s) of "
                 f"{type(self.model.model).__name__}; does its forward run under no_grad, or detach its output?"
             )
+        if self.guarded:
+            self.ok = self.ok & found.isfinite().all()
         return found / scale if scale != 1 else found
 
     def descend(self, loss: Tensor, go: Tensor | None = None) -> None:
@@ -223,11 +225,17 @@ class Context:
         entry[rows] = values.to(entry)
 
     @torch.no_grad()
-    def undo(self, unless: Tensor | None = None) -> None:
-        """Take back what `put` has written, latest first; with `unless`, only where that 0-d bool tensor is false."""
+    def keep_where(self, ok: Tensor) -> None:
+        """Take back what `put` has written where the 0-d bool tensor is false."""
+        for entry, rows, before in reversed(self._undo):
+            entry[rows] = torch.where(ok.to(entry.device), entry[rows], before)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Take back all that `put` has written, latest first; may be called again."""
         while self._undo:
             entry, rows, before = self._undo[-1]
-            entry[rows] = before if unless is None else torch.where(unless.to(entry.device), entry[rows], before)
+            entry[rows] = before
             self._undo.pop()
 
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from come.errors import InputError, require, unknown
+from come.errors import InputError, require, require_int, unknown
 
 Rows = Mapping[str, Tensor]
 
@@ -212,7 +212,7 @@ def ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, adaptive: bool =
         >>> ece(torch.tensor([1.0, 1.0, 0.5, 0.5]), torch.tensor([True, True, True, False]))
         0.0
     """
-    require(bins >= 1, "bins", bins, "at least 1")
+    require_int("bins", bins, 1)
     _alike(confidence=confidence, correct=correct)
     _no_nan(confidence)
     if not len(confidence):
@@ -461,8 +461,9 @@ def trajectory(
         >>> found["samples"], found["accuracy"]
         (tensor([1, 2]), tensor([1.0000, 0.5000], dtype=torch.float64))
     """
-    require(batch_size >= 1, "batch_size", batch_size, "at least 1")
-    require(window is None or window >= 1, "window", window, "at least 1, or None")
+    require_int("batch_size", batch_size, 1)
+    if window is not None:
+        require_int("window", window, 1, ", or None")
     if score not in SCORES:
         raise unknown("score", score, SCORES)
     means = ("confidence", "entropy", "uncertainty", "norm")

@@ -271,18 +271,18 @@ def test_every_texture_spans_its_range() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Glyphs("val"), ValueError, "'val'.*'train', 'test', 'source'"),  # type: ignore[arg-type]
-        (lambda: Glyphs("test", 0), ValueError, "size is 0.*1"),
-        (lambda: Glyphs("test", 2.5), TypeError, "size is 2.5"),  # type: ignore[arg-type]
-        (lambda: Glyphs("test", True), TypeError, "size is True"),
-        (lambda: Glyphs("test", 5, -1), ValueError, "seed is -1.*0"),
-        (lambda: Glyphs("test", 5, 2**63), ValueError, "seed is"),
-        (lambda: GlyphOutliers("mid"), ValueError, "'mid'.*'near', 'far'"),  # type: ignore[arg-type]
+        (lambda: Glyphs("val"), ValueError, "'train', 'test', 'source', got 'val'"),  # type: ignore[arg-type]
+        (lambda: Glyphs("test", 0), ValueError, "size must be from 1 to .* got 0"),
+        (lambda: Glyphs("test", 2.5), TypeError, "size must be .* got 2.5"),  # type: ignore[arg-type]
+        (lambda: Glyphs("test", True), TypeError, "size must be .* got True"),
+        (lambda: Glyphs("test", 5, -1), ValueError, "seed must be from 0 to .* got -1"),
+        (lambda: Glyphs("test", 5, 2**63), ValueError, "seed must be"),
+        (lambda: GlyphOutliers("mid"), ValueError, "'near', 'far', got 'mid'"),  # type: ignore[arg-type]
         (lambda: Glyphs("test", 5)[5], IndexError, "index 5 is out of range for a data set of 5"),
         (lambda: Glyphs("test", 5)[-6], IndexError, "index -6"),
         (lambda: Glyphs("test", 5).batch([0, 7]), IndexError, "index 7"),
-        (lambda: Glyphs("test", 5)[1.0], TypeError, "whole number"),  # type: ignore[index]
-        (lambda: Glyphs("test", 5).batch([0.5]), TypeError, "whole numbers"),  # type: ignore[list-item]
+        (lambda: Glyphs("test", 5)[1.0], TypeError, "must be an integer"),  # type: ignore[index]
+        (lambda: Glyphs("test", 5).batch([0.5]), TypeError, "sequence of integers"),  # type: ignore[list-item]
         (lambda: Glyphs("test", 5).batch([[1]]), TypeError, "shape"),  # type: ignore[list-item]
         (lambda: Glyphs("test", 5).labels([9]), IndexError, "index 9"),
         (lambda: Glyphs(fonts="/nowhere"), ValueError, r"20 of 20 fonts.*/nowhere.*come-tta\[bench\]"),

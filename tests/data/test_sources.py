@@ -180,7 +180,7 @@ def test_foreign_manifests_are_refused(tmp_path, text):
 
 
 def test_bad_streams():
-    with pytest.raises(come.ConfigError, match="severity is 6; it must be from 1 to 5"):
+    with pytest.raises(come.ConfigError, match="severity must be from 1 to 5, got 6"):
         Stream.of("glyphs", (0,), "fog", 6, 0)
     with pytest.raises(come.ConfigError, match="did you mean 'fog'"):
         Stream.of("glyphs", (0,), "fogg", 5, 0)

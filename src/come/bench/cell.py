@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from come import settings
+from come.adapter import UNKNOWN, Adapter
 from come.data import Account, Batch, Source, batches
 from come.errors import ComeError, InputError
 from come.guard import Event
-from come.method import Method, Step
+from come.inputs import answered
+from come.method import Step
 from come.methods import get as get_method
 from come.metrics import SCORES, brier, fpr, nll, summary
 from come.models import Model
+from come.objectives import Objective
 
 Rows = dict[str, Tensor]
 """One entry per sample: index, label (-1: outlier), prediction, confidence, msp, uncertainty, entropy, energy, norm, nll,
@@ -104,7 +107,7 @@ class UnfitError(ComeError):
 
 def run_cell(
     cell: Cell,
-    method: Method,
+    adapter: Adapter,
     model: Model,
     source: Source,
     *,
@@ -112,25 +115,26 @@ def run_cell(
     workers: int = 0,
     episodes: Sequence[settings.Episode] | None = None,
     outliers: Source | None = None,
+    events: Sequence[Event] = (),
     on_batch: Callable[[int], None] = lambda samples: None,
 ) -> tuple[Rows, dict[str, Any]]:
-    """Run a cell with an adapter that is at hand.
+    """Run a cell with an adapter that has not seen a batch.
 
     Args:
         episodes: run these in place of the setting's own (a replayed manifest).
         outliers: the outlier source, if the streams have outliers.
+        events: where the adapter's guard reports to, see `Guard.on_event`.
         on_batch: called with the number of samples done since the last call.
 
     Returns:
         rows, and what is known only after running: metrics, counts, time, memory.
     """
     account, parts, domains, fresh = Account(), [], [], []
-    events = _listen(method)
     began = time.perf_counter()
     _forget_peak(device)
     for number, episode in enumerate(cell.episodes(source, outliers) if episodes is None else episodes):
         if episode.reset:
-            method.reset()
+            adapter.reset()
         domains.append(episode.stream.domain)
         fresh.append(episode.reset)
         for batch in batches(
@@ -144,13 +148,13 @@ def run_cell(
             outliers=outliers,
         ):
             try:
-                step = method.step(batch.images)
+                step = adapter.step(batch.images)
             except InputError as error:
                 raise UnfitError(str(error)) from error
-            parts.append(_rows(method, step, batch, number))
+            parts.append(_rows(adapter.method.objective, step, batch, number))
             on_batch(len(batch.labels))
     if not parts:
-        raise InputError(f"not one image of {source.name} could be read; {account.bad} were skipped: mend the data")
+        raise InputError(f"not one image of {source.name} could be read; {account.bad} were skipped: fix the data")
     rows = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]} if parts else {}
     memory = _peak_megabytes(device)
     return rows, {
@@ -159,29 +163,13 @@ def run_cell(
         "fresh": fresh,
         "samples": len(rows["label"]) if rows else 0,
         "bad_images": account.bad,
-        "health": method.health() if cell.guard else {},
-        "events": events,
-        "lr": method.learning_rate(cell.batch_size) if method.descends else None,
+        "health": adapter.health() if cell.guard else {},
+        "events": [[event.kind, event.step] for event in events if event.kind in ("collapse", "recovered")],
+        "lr": adapter.learning_rate(cell.batch_size) if adapter.method.descends else None,
         "seconds": time.perf_counter() - began,
         "seconds_waiting_for_data": account.waited,
         "peak_memory_mb": round(memory, 1),
     }
-
-
-def _listen(method: Method) -> list[list[str | int]]:
-    """Collapses and recoveries from here on, as [kind, batch], once the guard has seen them; its counts begin anew."""
-    events: list[list[str | int]] = []
-    guard = method.guard
-    if guard is not None:
-        began = guard.steps
-        guard.counters.clear()
-
-        def note(event: Event) -> None:
-            if event.kind in ("collapse", "recovered"):
-                events.append([event.kind, event.step - began])
-
-        guard.on_event = note
-    return events
 
 
 def _forget_peak(device: torch.device) -> None:
@@ -203,23 +191,23 @@ def _peak_megabytes(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def _rows(method: Method, step: Step, batch: Batch, domain: int) -> dict[str, Tensor]:
+def _rows(objective: Objective, step: Step, batch: Batch, domain: int) -> dict[str, Tensor]:
     """What is kept of each sample; all tensors stay on the device. A diverged model has values too: the least confident."""
     z, labels = step.logits.float(), batch.labels
-    finite = z.isfinite().all(dim=1)
-    z = torch.where(finite[:, None], z, 0)
+    finite = answered(z)
+    z = torch.where(finite[:, None], z, 0).clamp_min(UNKNOWN)  # a masked class has the logit -inf
     log_p = z.log_softmax(dim=1)
     probability, prediction = log_p.exp().max(dim=1)
     return {
         "index": batch.indices.to(torch.int32),
         "label": labels.to(torch.int32),
         "prediction": prediction.to(torch.int32),
-        "confidence": torch.where(finite, method.objective.confidence(z).float(), 0),
+        "confidence": torch.where(finite, objective.confidence(z).float(), 0),
         "msp": torch.where(finite, probability, 0),
-        "uncertainty": torch.where(finite, method.objective.uncertainty(z).float(), 1),
+        "uncertainty": torch.where(finite, objective.uncertainty(z).float(), 1),
         "entropy": -(log_p.exp() * log_p).sum(dim=1),
         "energy": z.logsumexp(dim=1),
-        "norm": z.norm(dim=1),
+        "norm": torch.where(z > UNKNOWN, z, 0).norm(dim=1),
         "nll": nll(log_p, labels),
         "brier": brier(log_p, labels),
         "finite": finite,

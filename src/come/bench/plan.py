@@ -11,7 +11,7 @@ from typing import Any
 
 from come import corruptions, methods, objectives, settings
 from come.bench.cell import Cell
-from come.errors import ConfigError, require, unknown
+from come.errors import ConfigError, require, require_int, unknown
 from come.registry import literal, parse
 
 GIVEN = frozenset({"objective", "source", "normalization", "seed"})
@@ -72,11 +72,12 @@ class Plan:
         for name in self.corruptions or ():
             corruptions.check_choice(name, self.severity, 0, None)
         self._check_outliers(setting)
-        require(self.imbalance is None or self.imbalance >= 1, "imbalance", self.imbalance, "at least 1, or None")
-        require(isinstance(self.rounds, int) and self.rounds >= 1, "rounds", self.rounds, "a whole number, at least 1")
-        require(self.batch_size >= 1, "batch-size", self.batch_size, "at least 1")
-        require(self.source_size >= 1, "source-size", self.source_size, "at least 1")
-        require(self.limit is None or self.limit >= 1, "limit", self.limit, "at least 1")
+        require(self.imbalance is None or self.imbalance >= 1, "imbalance", self.imbalance, ">= 1, or None")
+        require_int("rounds", self.rounds, 1)
+        require_int("batch-size", self.batch_size, 1)
+        require_int("source-size", self.source_size, 1)
+        if self.limit is not None:
+            require_int("limit", self.limit, 1)
         for field_name in ("methods", "objectives", "corruptions", "seeds"):
             values = getattr(self, field_name)
             empty = field_name == "corruptions" and setting.corruptions == ()

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from come import models
-from come.adapting import adapt
+from come.adapter import Adapter, adapt
 from come.bench.cell import Cell, UnfitError, run_cell, surroundings
 from come.bench.plan import Plan
 from come.bench.store import Record, RunFolder
@@ -19,7 +20,7 @@ from come.data import Geometry, Source, open_source
 from come.data.sources import OnBadImage
 from come.data.streams import OUTLIER, Stream
 from come.errors import InputError, ModelError
-from come.method import Method
+from come.guard import Event, Guard
 from come.methods import get as get_method
 from come.settings import Episode
 
@@ -38,6 +39,18 @@ class Progress:
 
     def refuse(self, cell: Cell, reason: str) -> None:
         """The method cannot be run on this model or stream; the others can."""
+
+
+class _Made(NamedTuple):
+    """An adapter that several cells use, one after the other."""
+
+    key: tuple[str, str, str, int | None]
+    """`Cell.adapter`."""
+    adapter: Adapter
+    first: dict[str, torch.Tensor]
+    """Its state when it was made."""
+    events: list[Event]
+    """What its guard reports."""
 
 
 @dataclass
@@ -108,7 +121,7 @@ class Bench:
         self._outliers: dict[str, Source] = {}
         self.refused: dict[str, tuple[Cell, str]] = {}
         """Cells that could not be run, by key, and why."""
-        self._adapter: tuple[tuple[str, str, str, int | None], Method] | None = None
+        self._made: _Made | None = None
 
     def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
         """Run what is not done, and return the records of all cells in the plan's order.
@@ -131,10 +144,10 @@ class Bench:
         return [done[cell.key] for cell in self.cells if cell.key in done]
 
     def release(self) -> None:
-        """Give the model back."""
-        if self._adapter is not None:
-            self._adapter[1].close()
-            self._adapter = None
+        """Close the adapter."""
+        if self._made is not None:
+            self._made.adapter.close()
+            self._made = None
 
     def _try(self, cell: Cell, folder: RunFolder, progress: Progress, done: dict[str, Record], fresh: bool) -> bool:
         record = None if fresh else folder.record(cell)
@@ -162,15 +175,17 @@ class Bench:
         for episode in episodes:
             folder.write_stream(episode.stream)
         progress.start(cell, sum(len(episode.stream) for episode in episodes))
+        made = self._make(cell)
         rows, result = run_cell(
             cell,
-            self._method(cell),
+            made.adapter,
             self._model,
             self._source,
             device=self._device,
             workers=self.workers,
             episodes=episodes,
             outliers=outliers,
+            events=made.events,
             on_batch=progress.advance,
         )
         return folder.write(cell, rows, result, surroundings(self._device))
@@ -185,11 +200,11 @@ class Bench:
             raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
         return chosen
 
-    def _method(self, cell: Cell) -> Method:
-        """The adapter for a cell: the last one again, reset, if it is the same; building EATA's Fisher matrix costs."""
-        if self._adapter is not None and self._adapter[0] != cell.adapter:
+    def _make(self, cell: Cell) -> _Made:
+        """The adapter for a cell: the last one, as it was when it was made, if it fits; EATA's Fisher matrix costs."""
+        if self._made is not None and self._made.key != cell.adapter:
             self.release()
-        if self._adapter is None:
+        if self._made is None:
             arguments, known = dict(cell.hyper), get_method(cell.base).hyperparameters()
             if "source" in known:
                 arguments["source"] = list(self._source_batches(cell))
@@ -197,12 +212,18 @@ class Bench:
                 arguments["normalization"] = (self._model.preprocess.mean, self._model.preprocess.std)
             if "seed" in known:
                 arguments["seed"] = cell.seed
+            events: list[Event] = []
+            guard = cell.guard and Guard(on_event=events.append)
             try:
-                method = adapt(self._model.module, cell.base, cell.objective, guard=cell.guard, **arguments)
+                adapter = adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
             except ModelError as error:
                 raise UnfitError(str(error)) from error
-            self._adapter = (cell.adapter, method)
-        return self._adapter[1]
+            self._made = _Made(cell.adapter, adapter, adapter.state_dict(), events)
+        else:
+            # A reset would keep the guard's counters, and report what happened in the last batches of the cell before.
+            self._made.adapter.load_state_dict(self._made.first)
+            self._made.events.clear()
+        return self._made
 
     def _outlier_source(self, spec: str | None) -> Source | None:
         if spec is None:

@@ -29,18 +29,19 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from come import corruptions
+from come import corruptions, paper
 from come.bench.cell import Cell, Rows, domain_metrics
 from come.bench.parts import check_parts
 from come.data.streams import Stream
 from come.errors import ComeError, StateError
 from come.files import replacing, settle
-from come.methods import names as method_names
 from come.version import __version__
 
 FORMAT = "come-run-1"
 HEADER = {"format": FORMAT, "come": __version__}
 STANDARD = {name: i for i, name in enumerate(corruptions.names())}
+ORDER = list(dict.fromkeys(("source", "norm", *(row.method for row in paper.get("standard").rows))))
+"""Methods in the paper's order."""
 AGAIN = "run the same 'come bench' command again: it runs this cell anew and keeps the others"
 
 
@@ -153,11 +154,10 @@ class RunFolder:
         if wrong:
             more = f" ({len(wrong)} cells are left out; this is the first)" if len(wrong) > 1 else ""
             warnings.warn(f"left out: {wrong[0]}{more}", stacklevel=2)
-        order = {name: i for i, name in enumerate(method_names())}
 
         def rank(record: Record) -> tuple[Any, ...]:
             cell = record.cell
-            return (order.get(cell["method"], len(order)), cell["method"], cell["objective"] != "em", cell["objective"],
+            return (method_rank(cell["method"]), cell["method"], cell["objective"] != "em", cell["objective"],
                     cell["seed"], [STANDARD.get(c, 99) for c in cell["corruptions"]], record.key)  # fmt: skip
 
         return sorted(found, key=rank)
@@ -235,6 +235,11 @@ class RunFolder:
             _unlock(path, handle)
 
 
+def method_rank(name: str) -> int:
+    """Place in the paper's order; methods that are not in the paper come last."""
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
 def save_file(rows: Rows, path: Path) -> None:
     """Write rows: by ourselves, since safetensors writes to a name of its own, which a kill leaves behind, in mode 0600."""
     path.write_bytes(save({name: value.contiguous() for name, value in rows.items()}))
@@ -246,10 +251,10 @@ def _read(path: Path) -> tuple[Record, Rows]:
     try:
         record = Record(**json.loads(path.read_bytes()))
         if record.key != path.stem or record.sha256 not in (None, record.digest()):
-            raise StateError(f"{path} is not as it was written: its checksum is another; {AGAIN}")
+            raise StateError(f"{path}: checksum mismatch; {AGAIN}")
         data = beside.read_bytes()
         if record.rows not in (None, _sums(data)):
-            raise StateError(f"{beside} is not as it was written: its size or checksum is another; {AGAIN}")
+            raise StateError(f"{beside}: checksum mismatch; {AGAIN}")
         rows = load(data)
         check_parts(record, rows)
         return record, rows

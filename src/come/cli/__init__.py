@@ -17,7 +17,7 @@ for _module in (bench, reports, reproduce, lists):  # in the order of --help
 
 
 def main() -> None:
-    """Run the command line: one line and exit code 2 for what a user can mend, 130 for Ctrl-C."""
+    """Run the command line: one line and exit code 2 for what a user can fix, 130 for Ctrl-C."""
     debug = "--debug" in sys.argv
     try:
         code = app(standalone_mode=False)

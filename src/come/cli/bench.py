@@ -17,6 +17,7 @@ from rich.table import Table as RichTable
 from come import corruptions, methods, models, objectives
 from come.bench import Bench, Cell, Plan, RunFolder
 from come.bench.plan import PRESETS, parse_hyper, preset
+from come.bench.store import method_rank
 from come.cli.watch import run_watched
 from come.data.streams import SEEDS, Stream
 from come.errors import ConfigError, InputError, require, unknown
@@ -138,7 +139,7 @@ def bench(
         "model": model,
         "data": data,
         "setting": setting,
-        "methods": _names(methods_, methods.names()),
+        "methods": _names(methods_, sorted(methods.names(), key=method_rank)),
         "objectives": _names(objectives_, objectives.names()),
         "corruptions": _corruptions(corruptions_),
         "severity": severity,
@@ -197,7 +198,7 @@ def read_plan(
     options = preset(preset_name) | (_toml(config) if config else {})
     options |= {key: value for key, value in (given or {}).items() if value is not None}
     for seed in options.get("seeds", ()):
-        require(seed in SEEDS, "a seed", seed, "a whole number of 64 bits")
+        require(seed in SEEDS, "a seed", seed, "a 64-bit integer")
     hyper = {method: dict(values) for method, values in options.pop("hyper", {}).items()}
     for text in set_:
         method, key, value = parse_hyper(text)
@@ -243,7 +244,7 @@ def _corruptions(text: str | None) -> tuple[str, ...] | None:
 
 def _whole(name: str, text: str) -> int:
     if not re.fullmatch(r"\s*-?[0-9]{1,20}\s*", text):
-        raise ConfigError(f"{name} is {text!r}; it must be whole numbers with commas between, e.g. 0,1,2")
+        raise ConfigError(f"{name} must be integers with commas between, e.g. 0,1,2, got {text!r}")
     return int(text)
 
 
@@ -270,7 +271,7 @@ def _toml(path: Path) -> dict[str, Any]:
             raise unknown(f"option in {path}", key, set(known) - {"hyper"} | {"set"})
         meaning, fits = KINDS[known[name].removesuffix(" | None")]
         if not fits(value):
-            raise ConfigError(f"{key if name != 'hyper' else 'set'} in {path} is {_shown(value)}; it must be {meaning}")
+            raise ConfigError(f"{key if name != 'hyper' else 'set'} in {path} must be {meaning}, got {_shown(value)}")
         options[name] = tuple(value) if isinstance(value, list) else value
     return options
 
@@ -307,12 +308,12 @@ def _is_hyper(value: Any) -> bool:
 
 KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "str": ("a text", _is_text),
-    "int": ("a whole number of 64 bits", _is_whole),
+    "int": ("a 64-bit integer", _is_whole),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "float": ("a number", lambda value: _is_whole(value) or isinstance(value, float)),
     "tuple[str, ...]": ("a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value))),
     "tuple[int, ...]": (
-        "a list of whole numbers",
+        "a list of integers",
         lambda value: isinstance(value, list) and all(map(_is_whole, value)),
     ),
     "dict[str, dict[str, Any]]": ("tables of numbers, texts and lists, e.g. [set.tent] lr = 1e-3", _is_hyper),

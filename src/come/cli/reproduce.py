@@ -50,7 +50,7 @@ def reproduce(
         return
     experiment = get(name)
     if not all(seed.strip().isdigit() for seed in seeds.split(",")):
-        raise ConfigError(f"seeds is {seeds!r}; it must be whole numbers with commas between, e.g. 0,1,2")
+        raise ConfigError(f"seeds must be integers with commas between, e.g. 0,1,2, got {seeds!r}")
     plan = experiment.plan(
         model=model,
         data=data,

@@ -177,17 +177,15 @@ def _run(
 def check_choice(name: str, severity: int, seed: int, table: str | None) -> None:
     """Raise what `corrupt` would raise for these arguments."""
     if not isinstance(name, str):
-        raise TypeError(f"name is a {type(name).__name__}; it must be a string: pass one of come.corruptions.names()")
+        raise TypeError(f"name must be a string, one of come.corruptions.names(), got a {type(name).__name__}")
     if name not in _FUNCTIONS:
         raise unknown("corruption", name, names())
     if isinstance(severity, bool) or not isinstance(severity, int):
-        raise TypeError(f"severity is {severity!r} ({type(severity).__name__}); it must be an int from 1 to 5")
+        raise TypeError(f"severity must be an int from 1 to 5, got {severity!r} ({type(severity).__name__})")
     if not 1 <= severity <= 5:
-        raise ConfigError(
-            f"severity is {severity}; it must be from 1 to 5 (for no corruption, use the images as they are)"
-        )
+        raise ConfigError(f"severity must be from 1 to 5, got {severity} (for no corruption, use the images as they are)")
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed is {seed!r} ({type(seed).__name__}); it must be an int: pass an int such as 0")
+        raise TypeError(f"seed must be an int, got {seed!r} ({type(seed).__name__})")
     if table is not None and table not in TABLES:
         raise unknown("table of parameters", table, TABLES, hint="; None chooses by size")
 
@@ -195,45 +193,41 @@ def check_choice(name: str, severity: int, seed: int, table: str | None) -> None
 def _check_images(images: Tensor, index: Tensor | None) -> Tensor:
     """Check the images and the index; return the index as int64 on the device of the images."""
     if not isinstance(images, Tensor):
-        raise TypeError(f"images is a {type(images).__name__}; it must be a torch.Tensor: use torch.as_tensor(images)")
+        raise TypeError(f"images must be a torch.Tensor, got a {type(images).__name__}: use torch.as_tensor(images)")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise TypeError(
-            f"images have dtype {images.dtype}; it must be uint8 (0 to 255) or floating (0 to 1): "
-            "use images.to(torch.uint8)"
+            f"images must be uint8 (0 to 255) or floating point (0 to 1), got {images.dtype}: use images.to(torch.uint8)"
         )
     shape = tuple(images.shape)
     if images.ndim != 4:
         fix = "add a batch axis with images.unsqueeze(0)" if images.ndim == 3 else "reshape them"
-        raise InputError(f"images have shape {shape}, {images.ndim} axes; it must be 4, (B, 3, H, W): {fix}")
+        raise InputError(f"images must have 4 axes, (B, 3, H, W), got shape {shape}: {fix}")
     if shape[1] != 3:
         fix = "use images.expand(-1, 3, -1, -1)" if shape[1] == 1 else "put the colour axis second and keep RGB alone"
         if shape[3] == 3:
             fix = "use images.permute(0, 3, 1, 2)"
-        raise InputError(f"images have shape {shape}, {shape[1]} channels; it must be 3, (B, 3, H, W): {fix}")
+        raise InputError(f"images must have 3 channels, (B, 3, H, W), got shape {shape}: {fix}")
     if shape[0] == 0:
-        raise InputError(f"images have shape {shape}, an empty batch; pass at least 1 image")
+        raise InputError(f"images must hold at least 1 image, got shape {shape}")
     if min(shape[2:]) < _LEAST_SIDE:
         raise InputError(
-            f"images have shape {shape}; the sides must be at least {_LEAST_SIDE} pixels: resize the images first"
+            f"the sides of images must be at least {_LEAST_SIDE} pixels, got shape {shape}: resize the images first"
         )
     if images.is_floating_point():
         low, high = (float(v) for v in images.detach().aminmax())
         if low != low or high != high:
-            raise InputError(
-                "images contain NaN; all values must be in [0, 1]: replace them, e.g. images.nan_to_num(0)"
-            )
+            raise InputError("images must be in [0, 1], got NaN: replace it, e.g. images.nan_to_num(0)")
         if low < -_SLACK or high > 1.0 + _SLACK:
             fix = "divide by 255" if high > 2.0 and low >= 0.0 else "undo the normalization or clamp to [0, 1]"
-            raise InputError(f"images range from {low:.4g} to {high:.4g}; floating images must be in [0, 1]: {fix}")
+            raise InputError(f"floating-point images must be in [0, 1], got {low:.4g} to {high:.4g}: {fix}")
     if index is None:
         return torch.arange(shape[0], device=images.device)
     if not isinstance(index, Tensor):
-        raise TypeError(f"index is a {type(index).__name__}; it must be a LongTensor: use torch.tensor(index)")
+        raise TypeError(f"index must be a LongTensor, got a {type(index).__name__}: use torch.tensor(index)")
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        raise TypeError(f"index has dtype {index.dtype}; it must be an integer dtype: use index.long()")
+        raise TypeError(f"index must have an integer dtype, got {index.dtype}: use index.long()")
     if tuple(index.shape) != (shape[0],):
         raise InputError(
-            f"index has shape {tuple(index.shape)}; it must be ({shape[0]},), one entry for each image: "
-            f"pass an index of length {shape[0]}"
+            f"index must have shape ({shape[0]},), one entry for each image, got {tuple(index.shape)}"
         )
     return index.to(device=images.device, dtype=torch.int64)

@@ -199,7 +199,7 @@ def _alias_table(peak: int, device: torch.device) -> tuple[Tensor, int]:
     row.
     """
     if not 1 <= peak <= 511:
-        raise ValueError(f"peak is {peak}; the alias tables hold 1 to 511 counts: use a peak in that range")
+        raise ValueError(f"peak must be from 1 to 511, got {peak}")
     columns = 1 << peak.bit_length()
     rate = torch.arange(_RATES + 1, dtype=torch.float64).mul_(peak / _RATES).unsqueeze(1)
     count = torch.arange(peak, dtype=torch.float64)

@@ -63,7 +63,7 @@ def jpeg_backend(name: str) -> Iterator[None]:
         torch.Size([1, 3, 8, 8])
     """
     if name not in _BACKENDS:
-        raise ValueError(f"JPEG backend is {name!r}; it must be one of {', '.join(_BACKENDS)}: pass one of these")
+        raise ValueError(f"JPEG backend must be one of {', '.join(_BACKENDS)}, got {name!r}")
     token = _backend.set(name)
     try:
         yield
@@ -138,7 +138,7 @@ def quantization_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tupl
         (16, 11, 10, 16, 24, 40, 51, 61)
     """
     if not 1 <= quality <= 100:
-        raise ValueError(f"JPEG quality is {quality}; it must be from 1 to 100: pass a value in that range")
+        raise ValueError(f"JPEG quality must be from 1 to 100, got {quality}")
     scale = 5000 // quality if quality < 50 else 200 - 2 * quality
 
     def scaled(table: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:

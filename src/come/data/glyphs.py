@@ -52,16 +52,16 @@ def _whole(name: str, value: object, low: int, high: int) -> int:
     """``value`` as an int between low and high, both allowed."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         kind = type(value).__name__
-        raise TypeError(f"{name} is {value!r} ({kind}); give a whole number from {low} to {high}")
+        raise TypeError(f"{name} must be an integer from {low} to {high}, got {value!r} ({kind})")
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; the limits are {low} and {high}: give a number between them")
+        raise ValueError(f"{name} must be from {low} to {high}, got {value}")
     return int(value)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> int:
     """Place of ``value`` among the allowed words."""
     if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return allowed.index(str(value))
 
 
@@ -84,7 +84,7 @@ class _Drawn(Dataset[tuple[Tensor, int]], ABC):
         """Image (3, 32, 32) uint8 and label of one item; a negative index counts from the end."""
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             kind = type(index).__name__
-            raise TypeError(f"index is {index!r} ({kind}); give a whole number, or use batch(indices)")
+            raise TypeError(f"index must be an integer, got {index!r} ({kind}); for several use batch(indices)")
         images, labels = self.batch([int(index)])
         return images[0], int(labels[0])
 
@@ -92,9 +92,7 @@ class _Drawn(Dataset[tuple[Tensor, int]], ABC):
         """Checked indices, negative ones counted from the end."""
         given = np.asarray(indices)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise TypeError(
-                f"indices have shape {given.shape} and type {given.dtype}; give a flat sequence of whole numbers"
-            )
+            raise TypeError(f"indices must be a flat sequence of integers, got {given.dtype} of shape {given.shape}")
         places = given.astype(np.int64)
         wrong = (places < -self.size) | (places >= self.size)
         if wrong.any():
@@ -108,7 +106,7 @@ class _Drawn(Dataset[tuple[Tensor, int]], ABC):
         """Images (B, 3, 32, 32) uint8 and labels (B,) int64 of several items, bit for bit those of ``[i]``.
 
         Raises:
-            TypeError: the indices are not whole numbers.
+            TypeError: the indices are not integers.
             IndexError: an index lies outside the data set.
         """
         places = self._places(indices)

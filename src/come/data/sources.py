@@ -137,7 +137,7 @@ class GlyphSource(Source):
     def source_images(self, count: int) -> Tensor:
         """Images of the split that is kept for this."""
         if not 1 <= count <= MAX_SOURCE_IMAGES:
-            raise InputError(f"source-size is {count}; it must be from 1 to {MAX_SOURCE_IMAGES}")
+            raise InputError(f"source-size must be from 1 to {MAX_SOURCE_IMAGES}, got {count}")
         return Glyphs("source", count).batch(range(count))[0]
 
 
@@ -192,7 +192,7 @@ class _Files(Source):
             except Exception as error:  # decoders raise whatever they met in the file
                 if self.on_bad_image == "raise":
                     raise InputError(
-                        f"cannot read {path}: {_reason(error)}; mend or remove it, or pass --on-bad-image skip"
+                        f"cannot read {path}: {_reason(error)}; fix or remove it, or pass --on-bad-image skip"
                     ) from error
                 bad += 1
                 continue
@@ -278,10 +278,10 @@ class CifarCSource(Source):
         self._arrays: dict[str, Any] = {}
         if labels.ndim != 1 or len(labels) % 5 or not len(labels):
             raise InputError(
-                f"labels.npy in {self._root} has shape {labels.shape}; it must be five severities of labels"
+                f"labels.npy in {self._root} must hold five severities of labels, got shape {labels.shape}"
             )
         if labels.dtype.kind not in "iu":
-            raise InputError(f"labels.npy in {self._root} has type {labels.dtype}; it must be whole numbers")
+            raise InputError(f"labels.npy in {self._root} must hold integers, got {labels.dtype}")
         self._each = len(labels) // 5
         self._labels = torch.from_numpy(labels.astype(np.int64))
         if int(self._labels.max()) >= num_classes or int(self._labels.min()) < 0:
@@ -306,7 +306,7 @@ class CifarCSource(Source):
             shaped = array.ndim == 4 and array.shape[0] == 5 * self._each and array.shape[3] == 3 and array.size
             if not shaped or array.dtype != np.uint8:
                 raise InputError(
-                    f"{name}.npy has shape {array.shape} of {array.dtype}; it must be uint8 ({5 * self._each}, H, W, 3)"
+                    f"{name}.npy must be uint8 of shape ({5 * self._each}, H, W, 3), got {array.dtype} of shape {array.shape}"
                 )
             self._arrays[name] = array
         chosen = np.array(self._known(indices), dtype=np.int64)
@@ -350,8 +350,8 @@ class DatasetSource(Source):
         if isinstance(image, Tensor):
             if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
                 raise InputError(
-                    f"an image of {self.name} is {image.dtype} of shape {tuple(image.shape)}; "
-                    "it must be a PIL picture or a uint8 tensor (3, H, W): leave normalization to the benchmark"
+                    f"images of {self.name} must be PIL images or uint8 tensors (3, H, W), got {image.dtype} of shape "
+                    f"{tuple(image.shape)}; leave normalization to the benchmark"
                 )
             return image
         return _to_tensor(_square(image.convert("RGB"), self._geometry) if self._geometry else image.convert("RGB"))

@@ -51,14 +51,14 @@ class Stream:
 
     def __post_init__(self) -> None:
         require(bool(self.shifts), "shifts", self.shifts, "a list of at least one (corruption, severity)")
-        require(_whole(self.seed) and self.seed in SEEDS, "seed", self.seed, "a whole number of 64 bits")
+        require(_whole(self.seed) and self.seed in SEEDS, "seed", self.seed, "a 64-bit integer")
         for corruption, severity in self.shifts:
             require(_whole(severity), "severity", severity, "from 1 to 5")
             if corruption is not None:
                 require(isinstance(corruption, str), "a corruption", corruption, "a name, or None for a clean image")
                 check_choice(corruption, severity, self.seed, None)
         if wrong := [i for i in self.order if not (_whole(i) and 0 <= i < 2**63)]:
-            require(False, "an entry of order", wrong[0], "an index, from 0 on")
+            require(False, "an entry of order", wrong[0], "an integer >= 0")
         require(len(self.kinds) in (0, len(self.order)), "kinds", len(self.kinds), f"one for each of {len(self.order)}")
         low = OUTLIER if self.outliers is not None else 0
         if not all(_whole(k) and low <= k < len(self.shifts) for k in self.kinds):
