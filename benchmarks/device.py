@@ -49,7 +49,8 @@ def measure(
     name: str, model: torch.nn.Module, batches: list[torch.Tensor], steps: int
 ) -> tuple[float, float, float, float]:
     """Seconds for a step and megabytes, both without the guard; the ratio of times with it, and batches that it asked about."""
-    others = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - batches[0].nbytes  # other batches
+    counted = batches[0].nbytes + sum(p.nbytes for p in model.parameters())
+    others = torch.cuda.memory_allocated() - counted
     bare = adapter(model, name, guard=False)
     block(bare, batches, 2)
     torch.cuda.reset_peak_memory_stats()

@@ -44,7 +44,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as safetensors_bytes
 
 import come
-from come import cli, models
+from come import cli, models, saving
 from come.bench import Plan, RunFolder
 from come.bench import run as run_plan
 from come.cli import bench as bench_command
@@ -854,11 +854,12 @@ def read_checkpoint(case: Any, folder: Path) -> None:
 
 
 @cache
-def _states() -> tuple[come.Method, dict[str, bytes]]:
+def _states() -> tuple[come.Adapter, dict[str, bytes]]:
     torch.manual_seed(0)
-    method = come.adapt(TinyClassifier(torch.nn.BatchNorm2d), "tent", lr=1e-2)
+    adapter = come.adapt(TinyClassifier(torch.nn.BatchNorm2d), "tent", lr=1e-2)
+    adapter(come.testing.batches(1)[0])
     path = _kept_folder() / "s.safetensors"
-    method.save(path)
+    adapter.save(path)
     good = path.read_bytes()
     made: dict[str, bytes] = {
         "good": good,
@@ -866,7 +867,13 @@ def _states() -> tuple[come.Method, dict[str, bytes]]:
         "pickle": pickle.dumps(Payload()),
         "empty": b"",
     }
-    tensors, about = load_safetensors(good), {"format": "come-state-1", "method": "tent"}
+    tensors = load_safetensors(good)
+
+    def sealed(parts: dict[str, torch.Tensor]) -> bytes:
+        """With a checksum that holds, so that the parts themselves are judged."""
+        about = {"format": saving.FORMAT, "version": str(saving.VERSION), "method": "tent"}
+        return safetensors_bytes(parts, metadata={**about, "sha256": saving._digest(parts)})
+
     for name in sorted(tensors):
         for kind, value in {
             "gone": None,
@@ -877,10 +884,10 @@ def _states() -> tuple[come.Method, dict[str, bytes]]:
             "none": torch.zeros(0),
         }.items():
             other = {**tensors, name: value} if value is not None else {k: v for k, v in tensors.items() if k != name}
-            made[f"{name} {kind}"] = safetensors_bytes(other, metadata=about)
-    made["more"] = safetensors_bytes({**tensors, "state.": torch.zeros(1), "x": torch.zeros(1)}, metadata=about)
-    made["unknown memory"] = safetensors_bytes({**tensors, "state.new": torch.zeros(1)}, metadata=about)
-    return method, made
+            made[f"{name} {kind}"] = sealed(other)
+    made["more"] = sealed({**tensors, "state.": torch.zeros(1), "x": torch.zeros(1)})
+    made["unknown memory"] = sealed({**tensors, "state.new": torch.zeros(1)})
+    return adapter, made
 
 
 states = st.deferred(
@@ -894,9 +901,9 @@ states = st.deferred(
 
 
 def read_state(case: Any, folder: Path) -> None:
-    method, contents = _states()
-    method.load(_wounded_file(case, contents, folder))
-    method.step(torch.zeros(2, *come.testing.batches(1)[0].shape[1:]))
+    adapter, contents = _states()
+    adapter.load(_wounded_file(case, contents, folder))
+    adapter.step(torch.zeros(2, *come.testing.batches(1)[0].shape[1:]))
 
 
 # ---- running them ----

@@ -1,158 +1,254 @@
 """What the guard does on `glyphs`, and what it costs.
 
-    python benchmarks/guard.py collapse     streams on which methods collapse, guard off and on
-    python benchmarks/guard.py alarms       healthy streams, at the paper's learning rates: any recovery is a false alarm
+    python benchmarks/guard.py collapse     learning rates 10 to 100 times the paper's: streams on which methods collapse
+    python benchmarks/guard.py alarms       the paper's rates: healthy streams, every collapse that is reported is a false alarm
+    python benchmarks/guard.py batchnorm    small batches and class-sorted streams on a BatchNorm model
     python benchmarks/guard.py cost         time of a step with the guard over the time without, taking turns
 
-The first two are grids of `come bench`, run by several processes on one folder. Learning rates above the paper's make a
-collapse come within 75 batches; at the paper's own it takes far longer on this data.
+Each stream is run with the guard and without it. Results of the first three are averages in percent.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import come
 from come import corruptions, models
-from come.bench import Bench, Plan, RunFolder
-from come.bench.store import Record
 from come.data import Geometry, Stream, batches, open_source
 
-RATES = ("tent:lr=0.01", "tent:lr=0.03", "eata:lr=0.03", "sar:lr=0.1", "deyo:lr=0.01", "roid:lr=0.01")
-COLLAPSING = ("contrast", "fog", "glass_blur")
-ALL = ("tent", "eata", "sar", "deyo", "roid", "rdumb", "cotta", "rotta", "pl", "tea", "t3a", "foa", "memo")
+RATES = (("tent", 10), ("tent", 30), ("eata", 30), ("sar", 100), ("deyo", 10), ("roid", 40))
+"""Methods and how many times the paper's rate, so that a collapse comes within 75 batches."""
+SMALL = {"cotta": {"views": 4}, "foa": {"population": 6}, "memo": {"views": 4}, "tea": {"dreams": 3, "buffer": 1000}}
+"""What keeps the slow methods short here."""
 
 
-def runner(plans: list[Plan], out: str, device: str) -> None:
-    """Work on the plans, together with whoever else does."""
+class Data(NamedTuple):
+    """One stream of images."""
+
+    model: str
+    corruption: str
+    severity: int
+    order: str
+    size: int
+    seed: int = 0
+
+    def load(self) -> tuple[torch.nn.Module, Any, Tensor, Tensor]:
+        """Model, preprocessing, images and labels."""
+        model = models.load(self.model)
+        p, name = model.preprocess, f"glyphs:{self.size}"
+        source = open_source(name, Geometry(p.size, p.resize, p.interpolation))
+        clean = self.corruption == "clean"
+        stream = Stream.shuffled(
+            name,
+            self.size,
+            corruption=None if clean else self.corruption,
+            severity=max(1, self.severity),
+            seed=self.seed,
+        )
+        parts = list(batches(source, stream, p, batch_size=256))
+        x, y = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
+        if self.order == "sorted":
+            chosen = y.argsort(stable=True)
+            x, y = x[chosen], y[chosen]
+        return model.module, p, x, y
+
+
+class Job(NamedTuple):
+    """One adapter on one stream."""
+
+    method: str
+    objective: str = "come"
+    times: float = 1.0
+    batch: int = 64
+
+
+def adapter(module: torch.nn.Module, preprocess: Any, job: Job, guard: bool, source: list[Tensor]) -> come.Adapter:
+    """As a user would make it."""
+    chosen = come.methods.get(job.method)
+    known, more = chosen.hyperparameters(), dict(SMALL.get(job.method, {}))
+    if "source" in known and "ViT" in chosen.needs:
+        more["source"] = source
+    elif "beta" in known:
+        more["beta"] = 0.0
+    if "normalization" in known:
+        more["normalization"] = (preprocess.mean, preprocess.std)
+    if job.times != 1:
+        paper = come.adapt(module, job.method, guard=False, **more)
+        more["lr"] = paper.learning_rate(job.batch) * job.times
+    return come.adapt(module, job.method, objective=job.objective, guard=guard, **more)
+
+
+def run(task: tuple[Data, list[Job], str]) -> list[dict[str, Any]]:
+    """All jobs on one stream, each with and without the guard."""
+    data, jobs, device = task
     torch.set_num_threads(1)
     logging.disable()
-    for plan in plans:
-        Bench(plan, device=device).run(RunFolder(out))
+    module, preprocess, x, y = data.load()
+    module, x, y = module.eval().to(device), x.to(device), y.to(device)
+    found = []
+    with torch.no_grad():
+        known = torch.cat([module(part).argmax(dim=1) for part in x.split(256)])
+    right = (known == y).double().cpu()
+    clean = Data(data.model, "clean", 1, "shuffled", 64).load()[2].to(device) if jobs else None
+    for job, guard in product(jobs, (False, True)):
+        try:
+            made = adapter(module, preprocess, job, guard, [clean] if clean is not None else [])
+        except come.ModelError:  # FOA on a ResNet
+            continue
+        events: list[come.Event] = []
+        if guard:
+            made.guard = come.Guard(on_event=events.append)
+        try:
+            mine = torch.cat([made(part).argmax(dim=1) for part in x.split(job.batch)])
+        except come.InputError:  # LAME on a batch of one
+            continue
+        hits = (mine == y).double().cpu()
+        later = slice(640, None)
+        found.append(
+            {
+                **{"data": data._asdict(), "job": job._asdict(), "guard": guard},
+                "source": 100 * right.mean().item(),
+                "accuracy": 100 * hits.mean().item(),
+                "source_later": 100 * right[later].mean().item(),
+                "accuracy_later": 100 * hits[later].mean().item(),
+                "onset": onset(hits, right, job.batch),
+                "same": None,
+                "prediction": mine.cpu().tolist(),
+                "collapse": [event.step for event in events if event.kind == "collapse"],
+                "statistics": [event.step for event in events if event.kind == "statistics"],
+                "raised": sum(event.kind == "raised" for event in events),
+                "checks": sum(event.kind in ("healthy", "collapse", "statistics") for event in events),
+            }
+        )
+        if guard and len(found) > 1:
+            found[-1]["same"] = found[-1]["prediction"] == found[-2]["prediction"]
+    for one in found:
+        del one["prediction"]
+    return found
 
 
-def records(plans: list[Plan], out: str, device: str, jobs: int) -> list[list[Record]]:
-    """The records of each plan, in its order."""
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        pool.starmap(runner, [(plans, out, device)] * jobs, chunksize=1)
-    return [Bench(plan).run(RunFolder(out)) for plan in plans]
-
-
-def accuracy(record: Record) -> float:
-    """In percent, mean over domains, which are of one size."""
-    return statistics.fmean(100 * metrics["accuracy"] for metrics in record.result["metrics"].values())
-
-
-def onset(folder: RunFolder, record: Record, source: Record) -> int | None:
+def onset(mine: Tensor, source: Tensor, size: int) -> int | None:
     """The first batch from which on, over five batches, accuracy is five points below the source's; None if there is none."""
-    size = record.cell["batch_size"]
-    right = [rows["prediction"] == rows["label"] for rows in (folder.rows(record.key), folder.rows(source.key))]
-    lead = (right[0].double() - right[1].double())[: len(right[0]) // size * size].view(-1, size).mean(dim=1)
-    means = lead.unfold(0, 5, 1).mean(dim=1)
-    below = (means < -0.05).nonzero()
+    lead = (mine - source)[: len(mine) // size * size].view(-1, size).mean(dim=1)
+    if len(lead) < 5:
+        return None
+    below = (lead.unfold(0, 5, 1).mean(dim=1) < -0.05).nonzero()
     return int(below[0]) if len(below) else None
 
 
-def collapse(out: str, device: str, jobs: int) -> None:
-    """A table: method, objective, guard off and on."""
-    off = Plan(methods=("source", *RATES), objectives=("em", "come"), corruptions=COLLAPSING, data="glyphs:4800")
-    plans = [off, replace(off, guard=True)]
-    found = {
-        (r.cell["method"], r.cell["objective"], r.cell["corruptions"][0], r.cell["guard"]): r
-        for part in records(plans, out, device, jobs)
-        for r in part
-    }
-    folder = RunFolder(out)
+def everything(tasks: list[tuple[Data, list[Job], str]], jobs: int) -> Iterator[dict[str, Any]]:
+    """Results of all tasks, as they come."""
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for part in pool.imap_unordered(run, tasks):
+            yield from part
+
+
+def split(tasks: list[tuple[Data, list[Job], str]], most: int) -> list[tuple[Data, list[Job], str]]:
+    """Tasks of at most so many jobs."""
+    return [(data, jobs[i : i + most], device) for data, jobs, device in tasks for i in range(0, len(jobs), most)]
+
+
+def pairs(results: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(without, with) the guard."""
+    off = {json.dumps([r["data"], r["job"]]): r for r in results if not r["guard"]}
+    return [(off[json.dumps([r["data"], r["job"]])], r) for r in results if r["guard"]]
+
+
+def collapse(results: list[dict[str, Any]]) -> None:
+    """One row for each stream."""
     print(
-        "| stream | method | objective | source | guard off | guard on | below from batch | collapse found at batch |"
+        "| model | stream | order | method | rate | source | guard off | guard on | below from batch | found at batch |"
     )
-    print("|---|---|---|---:|---:|---:|---:|---|")
-    for corruption in COLLAPSING:
-        nothing = found["source", "em", corruption, False]
-        for method in RATES:
-            for objective in ("em", "come"):
-                bare, guarded = (found[method, objective, corruption, guard] for guard in (False, True))
-                where = [step for kind, step in guarded.result["events"] if kind == "collapse"]
-                row = (corruption, method, objective, *(f"{accuracy(r):.1f}" for r in (nothing, bare, guarded)))
-                below = onset(folder, bare, nothing)
-                print(
-                    "| "
-                    + " | ".join((*row, "-" if below is None else str(below), ", ".join(map(str, where)) or "-"))
-                    + " |"
-                )
+    print("|---|---|---|---|---:|---:|---:|---:|---:|---|")
+    counts: Counter[str] = Counter()
+    for off, on in sorted(pairs(results), key=lambda pair: json.dumps([pair[0]["data"], pair[0]["job"]])):
+        data, job = off["data"], off["job"]
+        lost = off["onset"] is not None
+        counts["streams"] += 1
+        counts["fall without"] += lost
+        counts["fall without, and are found"] += lost and bool(on["collapse"] or on["statistics"])
+        counts["at or above the source with"] += on["accuracy"] >= on["source"] - 0.5
+        counts["at or above the source without"] += off["accuracy"] >= off["source"] - 0.5
+        counts["worse by the guard by a point or more"] += on["accuracy"] < off["accuracy"] - 1
+        where = ", ".join(map(str, on["collapse"] + on["statistics"])) or "-"
+        below = "-" if off["onset"] is None else off["onset"]
+        print(
+            f"| {data['model'].removeprefix('glyphs-')} | {data['corruption']} | {data['order']} | {job['method']} + "
+            f"{job['objective']} | x{job['times']:g} | {off['source']:.1f} | {off['accuracy']:.1f} | {on['accuracy']:.1f} | "
+            f"{below} | {where} |"
+        )
+    print(dict(counts))
 
 
-def alarms(out: str, options: argparse.Namespace) -> None:
-    """Count what the guard does on healthy streams."""
-    every = Plan(
-        model=options.model,
-        data=f"glyphs:{options.size}",
-        methods=tuple(options.methods.split(",")),
-        objectives=tuple(options.objectives.split(",")),
-        seeds=tuple(map(int, options.seeds.split(","))),
-        corruptions=tuple(corruptions.names("standard")),
-    )
-    streams = [replace(every, severity=int(severity)) for severity in options.severities.split(",")]
-    streams += [replace(every, setting=setting) for setting in options.settings.split(",") if setting]
-    plans = [replace(plan, guard=guard) for plan in streams for guard in (False, True)]
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    done = records(plans, out, options.device, options.jobs)
-    for without, with_guard in zip(done[::2], done[1::2], strict=True):
-        for bare, guarded in zip(without, with_guard, strict=True):
-            cell = guarded.cell
-            setting = cell["setting"] if cell["setting"] in ("standard", "imbalanced") else "lifelong, mixed"
-            count = counts.setdefault((cell["method"], cell["objective"]), Counter())
-            health = guarded.result["health"]
-            count["streams"] += 1
-            count["batches"] += guarded.result["samples"] // cell["batch_size"]
-            count["suspicious"] += int(health["suspicious"])
-            count[f"recovered {setting}"] += int(health["recovered"])
-            count["same"] += bare.result["metrics"] == guarded.result["metrics"]
-            count["worse"] += accuracy(guarded) < accuracy(bare) - 0.05
-            count["better"] += accuracy(guarded) > accuracy(bare) + 0.05
-    columns = (
-        "streams",
-        "batches",
-        "suspicious",
-        "recovered standard",
-        "recovered lifelong, mixed",
-        "recovered imbalanced",
-    )
-    print("| method | objective | " + " | ".join((*columns, "same numbers", "better", "worse")) + " |")
-    print("|---|---|" + "---:|" * (len(columns) + 3))
-    for (method, objective), count in counts.items():
-        values = [count[name] for name in (*columns, "same", "better", "worse")]
-        print(f"| {method} | {objective} | " + " | ".join(map(str, values)) + " |")
+def alarms(results: list[dict[str, Any]]) -> None:
+    """One row for each model, order and method."""
+    rows: dict[tuple[str, ...], Counter[str]] = {}
+    gains: dict[tuple[str, ...], list[float]] = {}
+    for off, on in pairs(results):
+        data, job = off["data"], off["job"]
+        key = (data["model"].removeprefix("glyphs-"), data["order"], job["method"])
+        count = rows.setdefault(key, Counter())
+        count["streams"] += 1
+        count["batches"] += data["size"] // job["batch"]
+        count["checks"] += on["checks"]
+        count["false"] += bool(on["collapse"]) and off["onset"] is None
+        count["right"] += bool(on["collapse"]) and off["onset"] is not None
+        count["statistics"] += bool(on["statistics"])
+        count["same"] += on["same"]
+        gains.setdefault(key, []).append(on["accuracy"] - off["accuracy"])
+    names = ("streams", "batches", "checks", "false", "right", "statistics", "same")
+    heads = ("streams", "batches", "checks", "false alarms", "alarms, fell", "statistics given up", "same predictions")
+    print("| model | order | method | " + " | ".join(heads) + " | guard - bare, worst | mean |")
+    print("|---|---|---|" + "---:|" * (len(heads) + 2))
+    for key, count in sorted(rows.items()):
+        values = " | ".join(str(count[name]) for name in names)
+        print(f"| {' | '.join(key)} | {values} | {min(gains[key]):+.1f} | {statistics.fmean(gains[key]):+.1f} |")
+
+
+def batchnorm(results: list[dict[str, Any]]) -> None:
+    """One row for each method."""
+    streams = [("shuffled", 1), ("shuffled", 2), ("shuffled", 4), ("shuffled", 64), ("sorted", 64)]
+    cells: dict[tuple[str, str], dict[tuple[str, int], str]] = {}
+    for off, on in pairs(results):
+        data, job = off["data"], off["job"]
+        row = cells.setdefault((data["corruption"], job["method"]), {})
+        row[data["order"], job["batch"]] = (
+            f"{on['source_later']:.1f} / {off['accuracy_later']:.1f} / {on['accuracy_later']:.1f}"
+        )
+    print("| data | method | " + " | ".join(f"{order}, {size}" for order, size in streams) + " |")
+    print("|---|---|" + "---|" * len(streams))
+    for (corruption, method), row in sorted(cells.items()):
+        print(f"| {corruption} | {method} | " + " | ".join(row.get(stream, "-") for stream in streams) + " |")
 
 
 def cost(rounds: int, steps: int) -> None:
     """Ratio of times, with and without taking turns; the checks at which the source is asked are among the steps."""
     torch.set_num_threads(1)
-    model = models.load("glyphs-vit")
-    p = model.preprocess
-    source = open_source("glyphs:1280", Geometry(p.size, p.resize, p.interpolation))
-    stream = Stream.shuffled("glyphs:1280", len(source), corruption="fog", severity=5, seed=0)
-    data = [batch.images for batch in batches(source, stream, p, batch_size=64)]
+    module, _, x, _ = Data("glyphs-vit", "fog", 5, "shuffled", 1280).load()
+    data = x.split(64)
     for method in ("tent", "eata", "sar"):
-        arguments = {"beta": 0.0} if method == "eata" else {}
+        more = {"beta": 0.0} if method == "eata" else {}
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(rounds):
             for guard in (True, False):
-                with come.adapt(model.module, method, guard=guard, **arguments) as adapter:
-                    began = time.perf_counter()
-                    for i in range(steps):
-                        adapter(data[i % len(data)])
-                    times[guard].append(time.perf_counter() - began)
+                made = come.adapt(module, method, guard=guard, **more)
+                began = time.perf_counter()
+                for i in range(steps):
+                    made(data[i % len(data)])
+                times[guard].append(time.perf_counter() - began)
         ratios = [a / b for a, b in zip(times[True], times[False], strict=True)]
         print(
             f"{method}: {statistics.median(ratios):.3f} of the time without the guard "
@@ -161,32 +257,62 @@ def cost(rounds: int, steps: int) -> None:
         )
 
 
+def plan(what: str, options: argparse.Namespace) -> list[tuple[Data, list[Job], str]]:
+    """What to run."""
+    both, device, size = ("glyphs-vit", "glyphs-resnet"), options.device, options.size
+    if what == "collapse":
+        jobs = [Job(method, objective, times) for method, times in RATES for objective in ("em", "come")]
+        streams = [
+            Data(model, corruption, 5, order, size)
+            for model in both
+            for corruption in ("contrast", "fog", "glass_blur")
+            for order in ("shuffled", "sorted")
+        ]
+        return [(data, jobs, device) for data in streams]
+    if what == "batchnorm":
+        jobs = [Job(method, batch=batch) for method in options.methods for batch in (1, 2, 4, 64)]
+        tasks = [(Data("glyphs-resnet", c, s, "shuffled", size), jobs, device) for c, s in (("clean", 1), ("fog", 2))]
+        one = [Job(method) for method in options.methods]
+        return tasks + [
+            (Data("glyphs-resnet", c, s, "sorted", size), one, device) for c, s in (("clean", 1), ("fog", 2))
+        ]
+    chosen = [
+        Job(m, o) for m in options.methods for o in (("em", "come") if come.methods.get(m).minimizes else ("come",))
+    ]
+    names = corruptions.names("standard") if options.corruptions == "all" else options.corruptions.split(",")
+    streams = [
+        Data(model, corruption, severity, order, size)
+        for model in both
+        for corruption in names
+        for severity in map(int, options.severities.split(","))
+        for order in ("shuffled", "sorted")
+    ]
+    return [(data, chosen, device) for data in streams]
+
+
 def main() -> None:
-    """Run one of the three."""
+    """Run one of them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("collapse", "alarms", "cost"))
-    parser.add_argument("--out", type=Path, help="run folder; what is done there is not run again [a temporary one]")
+    parser.add_argument("what", choices=("collapse", "alarms", "batchnorm", "cost"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--size", type=int, default=3200, help="of alarms: images in a stream")
-    parser.add_argument("--seeds", default="0", help="of alarms")
-    parser.add_argument("--severities", default="1,2,3,4,5", help="of alarms")
-    parser.add_argument("--settings", default="lifelong,mixed,imbalanced", help="of alarms, beside the standard one")
-    parser.add_argument("--methods", default=",".join(ALL), help="of alarms")
-    parser.add_argument("--objectives", default="em,come", help="of alarms")
-    parser.add_argument("--model", default="glyphs-vit", help="of alarms")
+    parser.add_argument("--size", type=int, default=4800, help="images in a stream")
+    parser.add_argument("--severities", default="3,5", help="of alarms")
+    parser.add_argument("--corruptions", default="all", help="of alarms")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["tent", "eata", "sar", "deyo", "roid"])
     parser.add_argument("--rounds", type=int, default=7, help="of cost")
     parser.add_argument("--steps", type=int, default=100, help="of cost")
+    parser.add_argument("--out", type=Path, help="also write the results here, as JSON")
     options = parser.parse_args()
-    logging.disable()
-    with tempfile.TemporaryDirectory() as scratch:
-        out = str(options.out or scratch)
-        if options.what == "collapse":
-            collapse(out, options.device, options.jobs)
-        elif options.what == "alarms":
-            alarms(out, options)
-        else:
-            cost(options.rounds, options.steps)
+    if options.what == "cost":
+        cost(options.rounds, options.steps)
+        return
+    began = time.perf_counter()
+    results = list(everything(split(plan(options.what, options), 6), options.jobs))
+    if options.out is not None:
+        options.out.write_text(json.dumps(results))
+    {"collapse": collapse, "alarms": alarms, "batchnorm": batchnorm}[options.what](results)
+    print(f"{len(results)} runs in {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

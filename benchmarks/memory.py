@@ -99,7 +99,8 @@ def main() -> None:
     cost = paper.get("cost")
     print("| method | MB at batch 64 | of No Adapt | paper, MB | of No Adapt |\n|---|---:|---:|---:|---:|")
     base: float | None = None
-    for method in sorted(sys.argv[1:] or come.methods.names(), key=lambda name: name != "source"):  # the base of the others
+    # No Adapt first: the others are compared with it.
+    for method in sorted(sys.argv[1:] or come.methods.names(), key=lambda name: name != "source"):
         began = time.perf_counter()
         a, b = FORWARD_ONLY if method in ("source", "norm", "t3a", "lame") else SIZES
         small, large = peak(method, a), peak(method, b)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
@@ -65,13 +65,10 @@ class Network(nn.Module):
         return self.head(self.blocks(x).mean(dim=(2, 3)))
 
 
-class Nervous(come.Guard):
-    """Asks the source model about every batch."""
-
-    def admit(self, x):
-        if self._asking is None:
-            self._begin_to_ask(len(x))
-        return super().admit(x)
+def ask_the_source(adapter):
+    """Let the guard ask the source model about the next batch."""
+    now = adapter._now
+    adapter._now = replace(now, watch=now.watch.asking_again())
 
 
 @dataclass(frozen=True)
@@ -98,27 +95,32 @@ class Case:
             norms = list(testing.NORMS.values())
             model, size, classes = testing.TinyTransformer(norms[self.size % len(norms)], self.seed), 8, testing.CLASSES
         model = model.to(self.dtype)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
         known = come.methods.get(self.method).hyperparameters()
         arguments = dict(SMALL.get(self.method, {}))
         generator = torch.Generator().manual_seed(self.seed)
         if "source" in known:
             arguments["source"] = [torch.rand(4, 3, size, size, generator=generator).to(self.dtype)]
         try:
-            guard = Nervous(samples=4) if self.nervous else True
-            adapter = come.adapt(model, self.method, self.objective, lr=self.lr, guard=guard, **arguments)
+            guard = come.Guard(samples=4) if self.nervous else True
+            adapter = come.adapt(model, self.method, objective=self.objective, lr=self.lr, guard=guard, **arguments)
             for count, spoiled in self.batches:
                 x = torch.rand(count, 3, size, size, generator=generator)
                 for place, value in spoiled:
                     x[place % count].flatten()[place % x[0].numel()] = value
+                if self.nervous:
+                    ask_the_source(adapter)
                 step = adapter.step(self.laid_out(x.to(self.dtype)))
                 assert step.logits.shape == (count, classes)
                 assert step.logits.isfinite().all(), "logits that are not finite"
-                assert step.valid is None or step.valid.shape == (count,)
+                assert step.valid.shape == (count,)
+                bad = [name for name, p in adapter.adapted_parameters.items() if not p.isfinite().all()]
+                assert not bad, f"parameters that are not finite: {bad}"
         except come.ComeError:
             return "refused"
         finally:
-            bad = [name for name, p in model.named_parameters() if not p.isfinite().all()]
-            assert not bad, f"parameters that are not finite: {bad}"
+            after = model.state_dict()
+            assert all(torch.equal(value, after[name]) for name, value in before.items()), "the model was changed"
         return "answered"
 
     def laid_out(self, x):

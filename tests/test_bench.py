@@ -102,12 +102,18 @@ def test_a_damaged_record_is_run_again(tmp_path, damage):
     assert watching.started == [first[2].key, first[3].key]
 
 
-def test_the_order_of_cells_does_not_change_their_numbers(tmp_path):
-    """An adapter is kept from cell to cell and reset: it must not remember anything."""
-    plan = replace(SMALL, methods=("tent", "eata", "sar"), source_size=64, hyper={"eata": {"margin": 2.0}})
-    forward = {r.key: r.result["metrics"] for r in run(plan, tmp_path / "a")}
+@pytest.mark.parametrize("guard", [False, True])
+def test_the_order_of_cells_does_not_change_their_numbers(tmp_path, guard):
+    """An adapter is kept from cell to cell: it must not remember anything."""
+    hyper = {"eata": {"margin": 2.0}, "tent": {"lr": 1.0}}
+    plan = replace(SMALL, methods=("tent", "eata", "sar"), source_size=64, hyper=hyper, guard=guard, batch_size=8)
     backward = replace(plan, corruptions=("snow", "fog"), methods=("sar", "eata", "tent"))
-    assert {r.key: r.result["metrics"] for r in run(backward, tmp_path / "b")} == forward
+    found = [
+        {r.key: [r.result[name] for name in ("metrics", "health", "events")] for r in run(each, tmp_path / name)}
+        for name, each in (("a", plan), ("b", backward))
+    ]
+    assert found[0] == found[1]
+    assert any(events for _, _, events in found[0].values()) == guard
 
 
 def test_seeds_change_the_stream_and_nothing_else(tmp_path):

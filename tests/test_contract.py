@@ -102,7 +102,9 @@ class Broken(come.Method):
 def test_the_checks_find_what_they_are_there_for(fault, check):
     method = type("Faulty", (Broken,), {"fault": fault})
     with pytest.raises(AssertionError, match=check):
-        testing.check_method(lambda model: come.adapt(model, method(lr=1e-2), guard=False), norms=["layer"], checks=[check])
+        testing.check_method(
+            lambda model: come.adapt(model, method(lr=1e-2), guard=False), norms=["layer"], checks=[check]
+        )
 
 
 def test_objective_check_finds_an_unnormalized_mass():

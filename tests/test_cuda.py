@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 import come
 from come.testing import NORMS, batches
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fuzz_cases import ask_the_source
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -27,8 +32,8 @@ WAITS = {
 
 @pytest.fixture
 def make(build):
-    def make(method, objective, norm, device):
-        return build(build.model(method)(NORMS[norm]).to(device), method, objective)
+    def make(method, objective, norm, device, **more):
+        return build(build.model(method)(NORMS[norm]).to(device), method, objective, **more)
 
     return make
 
@@ -76,16 +81,16 @@ def test_no_step_waits_for_the_device(method, objective, make):
 
 @pytest.mark.parametrize("method", ["tent", "eata", "sar", "roid", "pl", "t3a"])
 def test_to_ask_the_source_waits_for_nothing(method, make):
-    adapter = make(method, "come", "layer", "cuda")
-    data = [x.cuda() for x in batches(6)]
+    adapter = make(method, "come", "layer", "cuda", guard=come.Guard(samples=12))
+    data = [x.cuda() for x in batches(6, size=12)]
     adapter(data[0])
-    adapter.guard._begin_to_ask(12)
+    ask_the_source(adapter)
     adapter(data[1])
     with refusing_to_wait():
         for x in data[2:]:
-            adapter.guard._begin_to_ask(12)
+            ask_the_source(adapter)
             adapter.step(x)
-    assert adapter.health()["standing"] > 0
+    assert adapter.health()["healthy"] + adapter.health()["collapse"] > 0
 
 
 @pytest.mark.parametrize("method", come.methods.names())

@@ -40,11 +40,11 @@ def assert_has(model, before):
         (lambda m: come.adapt(m, "tnet"), "no method 'tnet'; did you mean 'tent'"),
         (lambda m: come.adapt(m, 7), r"method must be a name \(.*\) or a subclass of come\.Method, got 7"),
         (lambda m: come.adapt(m, "tent", objective="cmoe"), "no objective 'cmoe'; did you mean 'come'"),
-        (lambda m: come.adapt(m, "tent", learning_rate=1), "no hyperparameter of tent 'learning_rate'"),
-        (lambda m: come.adapt(m, "sar", roh=0.1), "no hyperparameter of sar 'roh'; did you mean 'rho'"),
+        (lambda m: come.adapt(m, "tent", learning_rate=1), "tent has no hyperparameter 'learning_rate'"),
+        (lambda m: come.adapt(m, "sar", roh=0.1), "sar has no hyperparameter 'roh'; did you mean 'rho'"),
         (lambda m: come.adapt(m, "tent:lr"), "'lr' in 'tent:lr' is not KEY=VALUE; write e.g. tent:lr=1"),
         (lambda m: come.adapt(m, "tent:lr=1", lr=1), "lr is given twice: in 'tent' and as an argument"),
-        (lambda m: come.adapt(m, Tent(), lr=1), "lr given beside a method that was made; put them into it"),
+        (lambda m: come.adapt(m, Tent(), lr=1), "lr given beside a method that was made; put it into Tent"),
         (lambda m: come.adapt(m, "tent", lr=-1e-3), "lr must be a positive number, .*, got -0.001"),
         (lambda m: come.adapt(m, "tent", lr=float("nan")), "lr must be a positive number, .*, got nan"),
         (lambda m: come.adapt(m, "tent", steps=0), "steps must be an integer >= 1, got 0"),
@@ -307,11 +307,8 @@ def exchange_parameter(model):
     ("change", "message"),
     [
         (overwrite, r"'blocks\.1\.1\.weight' of TinyClassifier was overwritten after adapt\(\)"),
-        (exchange, r"'.*1' of TinyClassifier was replaced after adapt\(\)"),
-        pytest.param(
-            *(exchange_parameter, r"'blocks\.1\.1\.weight' of TinyClassifier was replaced after adapt\(\)"),
-            marks=pytest.mark.xfail(strict=True, reason="the refused step puts the old parameter into the model"),
-        ),
+        (exchange, r"'blocks\.1\.1' of TinyClassifier was replaced after adapt\(\)"),
+        (exchange_parameter, r"'blocks\.1\.1\.weight' of TinyClassifier was replaced after adapt\(\)"),
     ],
 )
 def test_weights_that_were_changed_behind_the_adapter_stay_and_stay_refused(change, message):
@@ -331,7 +328,6 @@ def test_weights_that_were_changed_behind_the_adapter_stay_and_stay_refused(chan
     come.adapt(model, "tent")(batches(1)[0])
 
 
-@pytest.mark.xfail(strict=True, reason="close() puts the buffers of before the cast back")
 def test_a_model_that_was_cast_stays_cast_when_the_adapter_ends():
     model = tiny("batch")
     adapter = come.adapt(model, "tent", lr=0.1)
@@ -655,13 +651,13 @@ def test_states_of_another_configuration_are_refused_and_change_nothing(make, me
     [
         (lambda s: {}, "not the state of an adapter: 'weights' is missing"),
         (lambda s: without(s, "fingerprint"), "'fingerprint' is missing"),
-        (lambda s: {**s, "surprise": torch.zeros(1)}, "holds 'surprise', which this tent does not know"),
-        (lambda s: {**s, "weights": torch.zeros(3)}, r"'weights' of the state must have shape \(512,\), got \(3,\)"),
+        (lambda s: {**s, "surprise": torch.zeros(1)}, "'surprise' of the state must be absent"),
+        (lambda s: {**s, "weights": torch.zeros(3)}, r"'weights' of the state must be .* \(512,\), got .* \(3,\)"),
         (lambda s: {**s, "weights": s["weights"] / 0}, "'weights' of the state is not finite; use an older snapshot"),
-        (lambda s: without(s, "moment.momentum"), r"'moment.momentum' of the state must have shape .*, got missing"),
-        (lambda s: {**s, "moment.momentum": torch.zeros(3)}, r"'moment.momentum' of the state .*, got \(3,\)"),
+        (lambda s: without(s, "moment.momentum"), r"'moment.momentum' of the state must be .*, got nothing"),
+        (lambda s: {**s, "moment.momentum": torch.zeros(3)}, r"'moment.momentum' of the state .*, got .* \(3,\)"),
         (lambda s: {**s, "moment.momentum": s["moment.momentum"] / 0}, "'moment.momentum' of the state is not finite"),
-        (lambda s: {**s, "count": torch.tensor(-1)}, "the state lacks count -1"),
+        (lambda s: {**s, "count": torch.tensor(-1)}, "'count' of the state must be >= 0, got -1"),
         (lambda s: {**s, "configuration": torch.zeros(3, dtype=torch.uint8)}, "configuration .* cannot be read"),
     ],
 )
@@ -678,20 +674,12 @@ def without(state, name):
     return {key: value for key, value in state.items() if key != name}
 
 
-@pytest.mark.parametrize(
-    "fresh",
-    [
-        False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(strict=True, reason="before its first batch an adapter knows no names")
-        ),
-    ],
-)
+@pytest.mark.parametrize("fresh", [False, True])
 def test_a_state_that_lacks_what_the_method_remembers_is_refused(fresh):
     adapter = come.adapt(tiny(), "sar")
     adapter(batches(1)[0])
     state = without(adapter.state_dict(), "state.average")
-    with pytest.raises(come.StateError, match="the state lacks average"):
+    with pytest.raises(come.StateError, match=r"'state\.average' of the state must be .*, got nothing"):
         (come.adapt(tiny(), "sar") if fresh else adapter).load_state_dict(state)
 
 

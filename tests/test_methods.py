@@ -357,10 +357,7 @@ def test_cotta_views_only_where_the_source_is_unsure():
     [
         *((norm, "batch") for norm in NORMS),
         ("batch", "source"),
-        pytest.param(
-            *("batch", "mixed"),
-            marks=pytest.mark.xfail(strict=True, reason="mixed statistics are those of all views in a chunk together"),
-        ),
+        ("batch", "mixed"),
     ],
 )
 def test_cotta_chunks_do_not_matter(norm, statistics):

@@ -337,9 +337,9 @@ def test_accuracy_and_means_over_labelled_samples():
     with pytest.raises(come.InputError, match=r"prediction has shape \(2, 2\)"):
         dominant_share(torch.ones(2, 2))
     assert auroc(torch.tensor([3, 2, 1]), torch.tensor([1, 1, 0])) == 1.0  # whole numbers will do
-    with pytest.raises(come.ConfigError, match="interpolation must be .* got 'linear'"):
+    with pytest.raises(come.ConfigError, match=r"interpolation must be .* got 'linear'"):
         aupr(torch.ones(3), YES, interpolation="linear")
-    with pytest.raises(come.ConfigError, match="accept must be .* got 0"):
+    with pytest.raises(come.ConfigError, match=r"accept must be .* got 0"):
         fpr95(torch.ones(3), YES, accept=0)
 
 

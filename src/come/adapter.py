@@ -13,7 +13,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from come import methods, optim, saving
-from come.batchnorm import Statistics, mixed
+from come.batchnorm import mixed
 from come.borrowed import Borrowed
-from come.errors import ClosedError, CollapseError, ConfigError, InputError, ModelError
+from come.errors import ClosedError, CollapseError, ConfigError
 from come.guard.config import Event, Guard
 from come.guard.samples import judge
 from come.guard.signals import measure
@@ -177,10 +177,10 @@ class Adapter:
 
     def _running(self, run: Callable[[], Any]) -> Any:
         """Run something that calls the model; the model is as before when this returns or raises."""
+        self._borrowed.check_unchanged()
         try:
             try:
                 with torch.inference_mode(False), torch.enable_grad():
-                    self._borrowed.check_unchanged()
                     self._borrowed.prepare()
                     return run()
             finally:
@@ -230,17 +230,16 @@ class Adapter:
         watch, events, collapse = now.watch.read(guard, self._on_batch)
         if collapse is None or guard.policy == "warn":
             return replace(now, watch=watch), events
-        if guard.policy == "raise":
+        if guard.policy == "raise" and collapse.kind == "collapse":
             raise CollapseError(
                 f"{self.method.name} has collapsed at step {collapse.step}: {collapse.message}; reset() it, lower lr, or use "
                 "objective='come' or Guard(policy='recover')"
             )
-        watch, weights, event = watch.recovered(guard, collapse)
-        if not (self._borrowed.parameters or self._on_batch):
-            watch = replace(watch, trusted=False)  # there is no weight to put back
+        weightless = not (self._borrowed.parameters or self._on_batch)
+        watch, weights, more = watch.recovered(guard, collapse, weightless)
         moments = {} if self._rule is None else self._rule.init(self._source)
-        now = Moment(self._source if weights is None else weights, moments, None, now.count, watch.counted([event]))
-        return now, [*events, event]
+        now = Moment(self._source if weights is None else weights, moments, None, now.count, watch.counted(more))
+        return now, [*events, *more]
 
     def _resting(self, watch: Watch) -> bool:
         """Whether the source model answers."""
@@ -294,7 +293,8 @@ class Adapter:
         if self._on_batch and watch.trusted:
             same = ctx.forward(x, self._source)
         elif self._on_batch:
-            trial = ctx.forward(x, statistics=self._statistics(x.size, ctx.valid, trusted=True))
+            share = self._share(ctx.valid, trusted=True)
+            trial = ctx.forward(x, statistics=None if share is None else mixed(share))
         found = compare(answers, source, ctx.valid, same_statistics=same, trial=trial)
         found = found if watch.sums is None else watch.sums + found
         now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
@@ -333,7 +333,7 @@ class Adapter:
             lr=torch.full((), rate, dtype=now.weights.dtype, device=valid.device),
             valid=valid,
             generator=self._generator.manual_seed(int.from_bytes(seed[:7], "big")),
-            statistics=self._statistics(batch, valid, trusted),
+            share=self._share(valid, trusted),
             guarded=self.guard is not None,
         )
 
@@ -348,14 +348,13 @@ class Adapter:
         """Whether BatchNorm may use statistics of the batch."""
         return self._rule_of_statistics != "source"
 
-    def _statistics(self, batch: int, valid: Tensor, trusted: bool) -> Statistics:
+    def _share(self, valid: Tensor, trusted: bool) -> Tensor | float | None:
+        """Of the batch's statistics: n/(n + 16) for n valid samples."""
         rule = self._rule_of_statistics
         if rule == "source" or not trusted:
             return None
-        if rule == "batch":
-            return "batch"
         count = valid.sum()
-        return mixed(count / (count + PRIOR))
+        return 1.0 if rule == "batch" else count / (count + PRIOR)
 
     def _forgotten(self, now: Moment) -> Moment:
         first = self._first()
@@ -385,7 +384,10 @@ class Adapter:
 
         def cast(values: dict[str, Any]) -> dict[str, Any]:
             """What has an entry for each adapted weight has their precision."""
-            return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == self._source.shape else v for k, v in values.items()}
+            return {
+                k: v.to(dtype) if isinstance(v, Tensor) and v.shape == self._source.shape else v
+                for k, v in values.items()
+            }
 
         fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._fixed.items()}
         now = self._now.to(device, self.method.on_host)
@@ -397,7 +399,9 @@ class Adapter:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
-            log.log(level, "%s, step %d: %s", self.method.name, event.step, event.message, extra={"come": event._asdict()})
+            log.log(
+                level, "%s, step %d: %s", self.method.name, event.step, event.message, extra={"come": event._asdict()}
+            )
             if event.kind == "probabilities":
                 warnings.warn(event.message, stacklevel=4)
             if self.guard is not None and self.guard.on_event is not None:
@@ -428,8 +432,8 @@ class Adapter:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What the method remembers, by name; empty before the first batch."""
-        return dict(self._now.state or {})
+        """What the method remembers, by name: copies; empty before the first batch."""
+        return {name: value.clone() for name, value in (self._now.state or {}).items()}
 
     @property
     def adapted_parameters(self) -> dict[str, Tensor]:
@@ -599,7 +603,7 @@ def adapt(
             not changed.
         method: a name (`come.methods.names()`), also with hyperparameters as in "tent:lr=5e-4", a subclass of `come.Method`,
             or a method that was made, such as `come.methods.Tent(lr=5e-4, objective="em")`.
-        objective: "come", "em", or a `come.Objective`. A method that was made has its own.
+        objective: "come", "em", or a `come.Objective`; a method that was made has its own.
         guard: filter invalid inputs, reject bad updates, detect and undo collapse; False for the bare method, a `come.Guard`
             for a policy of your own.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
@@ -621,9 +625,14 @@ def adapt(
     if not isinstance(guard, (bool, Guard)):
         raise ConfigError(f"guard must be True, False or a come.Guard, got {guard!r}")
     if isinstance(method, Method):
-        if hyperparameters:
-            raise ConfigError(f"{', '.join(hyperparameters)} given beside a method that was made; put them into it")
+        given = [*hyperparameters, *(["objective"] if objective != "come" else [])]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} given beside a method that was made; put it into {type(method).__name__}()"
+            )
         made = method
     else:
-        made = methods.make(method, objective=objective, **hyperparameters)
+        if objective != "come" or not (isinstance(method, str) and ":objective=" in method):
+            hyperparameters["objective"] = objective
+        made = methods.make(method, **hyperparameters)
     return Adapter(model, made, Guard() if guard is True else guard or None)

@@ -91,8 +91,8 @@ def batch_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, var
 
 
-def by_group(groups: int) -> Estimate:
-    """Statistics of each of `groups` equal parts of the batch by itself, as if they came one after the other.
+def by_group(groups: int, share: Tensor | float = 1.0) -> Estimate:
+    """Statistics of each of `groups` equal parts of the batch by itself, mixed with the source's as in `mixed`.
 
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
@@ -107,13 +107,14 @@ def by_group(groups: int) -> Estimate:
             return source_statistics(layer, x)
         var, mean = torch.var_mean(parts, dim=[1, *range(3, parts.ndim)], correction=0, keepdim=True)
         each = parts.shape[1]
-        return mean.flatten(0, 1).repeat_interleave(each, dim=0), var.flatten(0, 1).repeat_interleave(each, dim=0)
+        mean, var = (value.flatten(0, 1).repeat_interleave(each, dim=0) for value in (mean, var))
+        return _mixed(layer, x, mean, var, share)
 
     return estimate
 
 
-def by_selection(used: Tensor) -> Estimate:
-    """Statistics of the samples in the mask `used` (B,) only; of all samples where the mask is empty.
+def by_selection(used: Tensor, share: Tensor | float = 1.0) -> Estimate:
+    """Statistics of the samples in the mask `used` (B,), or of all if it is empty, mixed with the source's as in `mixed`.
 
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
@@ -121,11 +122,12 @@ def by_selection(used: Tensor) -> Estimate:
         (tensor([[2.]]), tensor([[1.]]))
     """
 
-    def estimate(_: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         weight = (used | ~used.any()).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
         total = weight.sum() * x[0, 0].numel()
         mean = (x * weight).sum(dim=_dims(x), keepdim=True) / total
-        return mean, ((x - mean).square() * weight).sum(dim=_dims(x), keepdim=True) / total
+        var = ((x - mean).square() * weight).sum(dim=_dims(x), keepdim=True) / total
+        return _mixed(layer, x, mean, var, share)
 
     return estimate
 
@@ -142,13 +144,16 @@ def mixed(share: Tensor | float) -> Estimate:
     """
 
     def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, var = batch_statistics(layer, x)
-        if layer.mean is None or layer.var is None:
-            return mean, var
-        old_mean, old_var = _like(layer.mean, x), _like(layer.var, x)
-        return torch.lerp(old_mean, mean, share), torch.lerp(old_var, var, share)
+        return _mixed(layer, x, *batch_statistics(layer, x), share)
 
     return estimate
+
+
+def _mixed(layer: Layer, x: Tensor, mean: Tensor, var: Tensor, share: Tensor | float) -> tuple[Tensor, Tensor]:
+    if layer.mean is None or layer.var is None or (isinstance(share, float) and share == 1):
+        return mean, var
+    share = torch.as_tensor(share, dtype=x.dtype, device=x.device)
+    return torch.lerp(_like(layer.mean, x), mean, share), torch.lerp(_like(layer.var, x), var, share)
 
 
 def following(

@@ -52,7 +52,7 @@ class Borrowed:
         self._number = {id(p): i for i, p in enumerate(self.parameters.values())}
         self._params = list(model.parameters())
         self._slots, self._links = _slots(model, self._number)
-        self._known = self._changes()
+        self._versions = self._read_versions()
         self._modules = list(model.modules())
         self._norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
         self._buffers = _buffers(model)
@@ -60,6 +60,8 @@ class Borrowed:
         self._loan: list[tuple[Any, str, Any]] = []
         """What was changed for a step: (object, attribute, value before)."""
         self._hooks: list[Any] = []
+        self._swapped = False
+        """Whether torch may have other tensors in the place of the model's own."""
 
     # ---- the vector of adapted weights ----
 
@@ -108,23 +110,21 @@ class Borrowed:
 
     # ---- has the user changed the model? ----
 
-    def _changes(self) -> list[tuple[int, torch.device, torch.dtype]]:
-        # torch counts in-place changes in `_version`; it has no public name.
-        return [(p._version, p.device, p.dtype) for p in self.parameters.values()]
+    def _read_versions(self) -> list[int]:
+        # torch counts in-place changes in `_version`, which has no public name; moving and casting do not count.
+        return [p._version for p in self.parameters.values()]
 
     def check_unchanged(self) -> None:
         """Raise `ModelError` if an adapted parameter was replaced or overwritten since the model was borrowed."""
-        for parent, name, child in self._links:
+        for path, (parent, name, child) in self._links.items():
             if getattr(parent, name, None) is not child:
-                raise self._changed(name, "was replaced")
+                raise self._changed(path, "was replaced")
         for slot in self._slots:
             if getattr(slot.owner, slot.attribute, None) is not slot.value:
                 raise self._changed(slot.name, "was replaced")
-        now = self._changes()
-        for name, before, after in zip(self.shapes, self._known, now, strict=True):
-            if before != after and before[1:] == after[1:]:  # a model that was moved or cast is still the same
+        for name, before, after in zip(self.shapes, self._versions, self._read_versions(), strict=True):
+            if before != after:
                 raise self._changed(name, "was overwritten")
-        self._known = now
 
     def _changed(self, name: str, what: str) -> ModelError:
         return ModelError(
@@ -153,9 +153,11 @@ class Borrowed:
     def give_back(self) -> None:
         """Put back whatever a step or a call has changed in the model."""
         self._undo(0)
-        for slot in (*self._slots, *self._buffers):  # an interrupt can stop torch from putting its own back
-            if getattr(slot.owner, slot.attribute, None) is not slot.value:
-                setattr(slot.owner, slot.attribute, slot.value)
+        if self._swapped:  # an interrupt can stop torch from putting the model's own tensors back
+            for slot in (*self._slots, *self._buffers):
+                if getattr(slot.owner, slot.attribute, None) is not slot.value:
+                    setattr(slot.owner, slot.attribute, slot.value)
+            self._swapped = False
 
     def call(
         self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Callable[[], Any]] = ()
@@ -176,8 +178,9 @@ class Borrowed:
             for register in hooks:
                 self._hooks.append(register())
             given |= self._install(statistics, x.size)
+            self._swapped = True
             out = functional_call(self.model, given, x.args, x.kwargs, tie_weights=False)
-            self._undo(mark)
+            self._swapped = False
             return out
         except (RuntimeError, ValueError, IndexError) as error:
             raise self._explained(error, x) from error
@@ -219,7 +222,9 @@ class Borrowed:
         given: dict[str, Tensor] = {}
         for path, known in zip(self._norms, self.layers(), strict=True):
             self._hooks.append(known.module.register_forward_pre_hook(normalizing(known, estimate)))
-            like = next((t for t in (known.mean, known.module.weight) if t is not None), torch.ones((), device=self.device))
+            like = next(
+                (t for t in (known.mean, known.module.weight) if t is not None), torch.ones((), device=self.device)
+            )
             prefix = f"{path}." if path else ""
             given[f"{prefix}running_mean"] = like.detach().new_zeros(known.module.num_features)
             given[f"{prefix}running_var"] = like.detach().new_full((known.module.num_features,), 1 - known.module.eps)
@@ -249,7 +254,9 @@ class Borrowed:
                 f"the model's convolutions take {expected} dimensions, the batch first, got {only.ndim}, shape "
                 f"{tuple(only.shape)}; for a single image pass x[None]"
             )
-        if isinstance(error, ValueError) and not isinstance(error, ComeError):  # a norm layer with one value per channel
+        if isinstance(error, ValueError) and not isinstance(
+            error, ComeError
+        ):  # a norm layer with one value per channel
             return InputError(f"{type(self.model).__name__} cannot take a batch of this shape: {error}")
         return error
 
@@ -293,7 +300,11 @@ def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -
     return {name: chosen[name] for name in first.values()}
 
 
-def _slots(model: nn.Module, adapted: dict[int, int]) -> tuple[list[Slot], list[tuple[nn.Module, str, nn.Module]]]:
+Links = dict[str, tuple[nn.Module, str, nn.Module]]
+"""(parent, name, child) by path."""
+
+
+def _slots(model: nn.Module, adapted: dict[int, int]) -> tuple[list[Slot], Links]:
     """Every place of an adapted parameter, each module once, and the chain of modules that leads to it."""
     paths = {module: path for path, module in model.named_modules()}
     slots = [
@@ -303,14 +314,14 @@ def _slots(model: nn.Module, adapted: dict[int, int]) -> tuple[list[Slot], list[
         if id(p) in adapted
     ]
     by_path = {path: module for module, path in paths.items()}
-    links: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+    links: Links = {}
     for slot in slots:
         path = slot.name.rpartition(".")[0]
         while path and path not in links:
             parent, _, name = path.rpartition(".")
             links[path] = (by_path[parent], name, by_path[path])
             path = parent
-    return slots, list(links.values())
+    return slots, links
 
 
 def _buffers(model: nn.Module) -> list[Slot]:

@@ -45,10 +45,22 @@ def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> Confi
     >>> print(unknown("method", "tnet", ["sar", "tent"]))
     no method 'tnet'; did you mean 'tent'? Known: sar, tent
     """
+    return ConfigError(f"no {kind} {name!r}{_guess(name, known)}{hint}")
+
+
+def unknown_hyperparameter(method: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Build the error for a hyperparameter that a method does not have.
+
+    >>> print(unknown_hyperparameter("tent", "rl", ["keep", "lr"]))
+    tent has no hyperparameter 'rl'; did you mean 'lr'? Known: keep, lr
+    """
+    return ConfigError(f"{method} has no hyperparameter {name!r}{_guess(name, known)}")
+
+
+def _guess(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
-    guess = f"; did you mean {close[0]!r}?" if close else "."
-    return ConfigError(f"no {kind} {name!r}{guess} Known: {', '.join(known)}{hint}")
+    return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(known)}"
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from come import objectives, optim
-from come.batchnorm import Layer, Statistics
+from come import objectives
+from come.batchnorm import Layer, Statistics, mixed
 from come.borrowed import Borrowed
 from come.errors import ConfigError, ModelError, require, require_int, require_number
 from come.heads import Head
@@ -76,7 +76,7 @@ class Context:
         lr: Tensor,
         valid: Tensor,
         generator: torch.Generator,
-        statistics: Statistics = None,
+        share: Tensor | float | None = None,
         guarded: bool = False,
     ) -> None:
         self.model, self.rule, self.guarded = model, rule, guarded
@@ -96,8 +96,8 @@ class Context:
         """(B,) bool: which samples may drive an update."""
         self.generator = generator
         """Random numbers, seeded for this step: runs repeat, and a resumed stream draws the same."""
-        self.statistics = statistics
-        """What BatchNorm normalizes by in this step."""
+        self.share = share
+        """Of the batch's statistics in what BatchNorm normalizes by; None: the source's alone."""
         self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
         """0-d bool: whether every gradient and update so far was finite."""
         self._undo: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -113,6 +113,13 @@ class Context:
     def batch_norms(self) -> list[Layer]:
         """The BatchNorm layers of the model with the source's statistics."""
         return self.model.layers()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What BatchNorm normalizes by in this step."""
+        if self.share is None:
+            return None
+        return "batch" if isinstance(self.share, float) and self.share == 1 else mixed(self.share)
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
         """A vector (P,) as one tensor for each adapted parameter, by name."""
@@ -342,7 +349,9 @@ class Method(ABC):
     def __post_init__(self) -> None:
         self.objective: Objective = objectives.get(self.objective)
         limit = "a positive number, or None for the paper's"
-        require(self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit)
+        require(
+            self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit
+        )
         require_int("steps", self.steps, 1)
         require(isinstance(self.episodic, bool), "episodic", self.episodic, "True or False")
         if self.reset_every is not None:
@@ -369,7 +378,7 @@ class Method(ABC):
         """What `ctx.state` holds before the first batch `x`, after construction or a reset. Should be quick."""
         return {}
 
-    def check(self, ctx: Context, x: Inputs, first: bool) -> None:
+    def check(self, ctx: Context, x: Inputs, first: bool) -> None:  # noqa: B027 - most methods take any batch
         """Raise an `InputError` if the batch cannot be used; `first` after construction or a reset."""
 
     # ---- configuration ----

@@ -44,9 +44,14 @@ def collect(adapter: Adapter) -> dict[str, Tensor]:
     saved |= {f"state.{name}": value for name, value in (now.state or {}).items()}
     if now.watch is not None:
         saved |= {f"guard.{name}": value for name, value in now.watch.tensors().items()}
-    saved["configuration"] = _bytes(json.dumps(configuration(adapter), sort_keys=True).encode())
+    about = configuration(adapter) | {"tensors": {name: _kind(value) for name, value in saved.items()}}
+    saved["configuration"] = _bytes(json.dumps(about, sort_keys=True).encode())
     saved["fingerprint"] = _bytes(fingerprint(adapter))
     return {name: value.detach().clone() for name, value in saved.items()}
+
+
+def _kind(value: Tensor) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}"
 
 
 def _bytes(data: bytes) -> Tensor:
@@ -60,7 +65,10 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     for name in ("weights", "count", "configuration", "fingerprint"):
         if name not in saved:
             raise StateError(f"this is not the state of an adapter: {name!r} is missing")
-    _same_configuration(adapter, saved["configuration"])
+    for name, value in saved.items():
+        if not isinstance(value, Tensor):
+            raise StateError(f"{name!r} of the state must be a tensor, got {type(value).__name__}")
+    _same_configuration(adapter, saved)
     if bytes(saved["fingerprint"].tolist()) != fingerprint(adapter):
         raise StateError(
             f"this state belongs to another source model than this {type(adapter.model).__name__}, or to other source data; "
@@ -72,20 +80,12 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
         kind, _, name = key.partition(".")
         if kind in parts and name:
             parts[kind][name] = value
-        elif key not in ("weights", "count", "configuration", "fingerprint"):
-            raise StateError(f"the state holds {key!r}, which this {adapter.method.name} does not know")
-    for name, known in (("weights", now.weights), *((f"moment.{k}", v) for k, v in now.moments.items())):
-        found = saved.get(name)
-        if found is None or found.shape != known.shape:
-            got = "missing" if found is None else tuple(found.shape)
-            raise StateError(f"{name!r} of the state must have shape {tuple(known.shape)}, got {got}")
     for name in ("weights", *(f"moment.{k}" for k in parts["moment"])):
         if saved[name].is_floating_point() and not saved[name].isfinite().all():
             raise StateError(f"{name!r} of the state is not finite; use an older snapshot")
     count = int(saved["count"])
-    if count < 0 or (count > 0 and now.state and set(now.state) != set(parts["state"])):
-        missing = sorted(set(now.state or {}) - set(parts["state"])) or [f"count {count}"]
-        raise StateError(f"the state lacks {', '.join(missing)}")
+    if count < 0:
+        raise StateError(f"'count' of the state must be >= 0, got {count}")
     watch = None
     if adapter.guard is not None:
         watch = Watch.of(parts["guard"], adapter.guard, now.weights)
@@ -99,12 +99,14 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     return moment.to(device, adapter.method.on_host)
 
 
-def _same_configuration(adapter: Adapter, saved: Tensor) -> None:
+def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> None:
+    """Raise `StateError` unless the state is whole, and of an adapter of the same configuration."""
     try:
-        theirs = json.loads(bytes(saved.tolist()))
+        theirs = json.loads(bytes(saved["configuration"].tolist()))
+        tensors = theirs.pop("tensors")
         mine = json.loads(json.dumps(configuration(adapter)))
         differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise StateError(f"the configuration in this state cannot be read: {error}") from error
     if differ:
         key = sorted(differ, key=lambda k: (k != "method", k))[0]
@@ -112,6 +114,12 @@ def _same_configuration(adapter: Adapter, saved: Tensor) -> None:
             f"this state was saved with {key}={theirs.get(key)!r}, this adapter has {mine.get(key)!r}; make the adapter as "
             "it was made when the state was saved"
         )
+    given = {name: _kind(value) for name, value in saved.items() if name not in ("configuration", "fingerprint")}
+    for name in sorted({*tensors, *given}):
+        if tensors.get(name) != given.get(name):
+            raise StateError(
+                f"{name!r} of the state must be {tensors.get(name, 'absent')}, got {given.get(name, 'nothing')}"
+            )
 
 
 def configuration(adapter: Adapter) -> dict[str, Any]:
@@ -169,7 +177,9 @@ def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
     if metadata.get("format") != FORMAT:
-        raise StateError(f"{path} must have format {FORMAT!r}, got {metadata.get('format')!r}; give a file that save() wrote")
+        raise StateError(
+            f"{path} must have format {FORMAT!r}, got {metadata.get('format')!r}; give a file that save() wrote"
+        )
     if metadata.get("version") != str(VERSION):
         raise StateError(
             f"{path} has version {metadata.get('version')!r} of the format, this come reads {VERSION}; load it with the "
@@ -222,7 +232,7 @@ def fingerprint(adapter: Adapter) -> bytes:
 
 def _beside_tensors(model: nn.Module) -> list[tuple[str, Any]]:
     """What a model holds beside parameters and buffers: extra state, packed weights of quantized layers."""
-    plain = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))}
+    plain = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     return [(name, value) for name, value in model.state_dict().items() if name not in plain]
 
 

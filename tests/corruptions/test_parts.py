@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from come.corruptions import blur, corrupt, digital, filters, jpeg_backend, tables, weather
 from come.corruptions.draws import Draws
-from come.corruptions.jpeg import jpeg_by_dct, jpeg_by_pillow, jpeg_round_trip, quantisation_tables
+from come.corruptions.jpeg import jpeg_by_dct, jpeg_by_pillow, jpeg_round_trip, quantization_tables
 
 from .conftest import picture
 
@@ -160,9 +160,9 @@ def test_jpeg_tables_match_those_in_a_file() -> None:
             with Image.open(file) as image:
                 stored = image.quantization
         wanted = [sorted(stored[0]), sorted(stored[1])]
-        assert [sorted(sum(table, ())) for table in quantisation_tables(quality)] == wanted
+        assert [sorted(sum(table, ())) for table in quantization_tables(quality)] == wanted
     with pytest.raises(ValueError, match="1 to 100"):
-        quantisation_tables(0)
+        quantization_tables(0)
 
 
 def test_jpeg_backend_is_forced_and_restored() -> None:

@@ -184,5 +184,5 @@ def test_bad_streams():
         Stream.of("glyphs", (0,), "fog", 6, 0)
     with pytest.raises(come.ConfigError, match="did you mean 'fog'"):
         Stream.of("glyphs", (0,), "fogg", 5, 0)
-    with pytest.raises(come.ConfigError, match="order is"):
+    with pytest.raises(come.ConfigError, match="an entry of order must be an integer >= 0, got -1"):
         Stream.of("glyphs", (-1,), "fog", 5, 0)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from come import settings
+from come import objectives, settings
 from come.adapter import UNKNOWN, Adapter
 from come.data import Account, Batch, Source, batches
 from come.errors import ComeError, InputError
@@ -67,7 +67,7 @@ class Cell:
 
         Example:
             >>> Cell("m", "d", 10, "standard", ("fog",), 5, "tent", "em").key
-            '1062b48669a629f3'
+            'fad2c29f8d6cfbb6'
         """
         canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
@@ -130,6 +130,7 @@ def run_cell(
         rows, and what is known only after running: metrics, counts, time, memory.
     """
     account, parts, domains, fresh = Account(), [], [], []
+    objective = objectives.get(cell.objective)
     began = time.perf_counter()
     _forget_peak(device)
     for number, episode in enumerate(cell.episodes(source, outliers) if episodes is None else episodes):
@@ -151,7 +152,7 @@ def run_cell(
                 step = adapter.step(batch.images)
             except InputError as error:
                 raise UnfitError(str(error)) from error
-            parts.append(_rows(adapter.method.objective, step, batch, number))
+            parts.append(_rows(objective, step, batch, number))
             on_batch(len(batch.labels))
     if not parts:
         raise InputError(f"not one image of {source.name} could be read; {account.bad} were skipped: fix the data")

@@ -56,7 +56,7 @@ class Watch(Progress):
 
     @contextmanager
     def heeding_ctrl_c(self) -> Iterator[None]:
-        """Within the block no Ctrl-C is lost: one that Python drops in a finaliser is raised again at the next batch."""
+        """Within the block no Ctrl-C is lost: one that Python drops in a finalizer is raised again at the next batch."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True

@@ -183,7 +183,9 @@ def check_choice(name: str, severity: int, seed: int, table: str | None) -> None
     if isinstance(severity, bool) or not isinstance(severity, int):
         raise TypeError(f"severity must be an int from 1 to 5, got {severity!r} ({type(severity).__name__})")
     if not 1 <= severity <= 5:
-        raise ConfigError(f"severity must be from 1 to 5, got {severity} (for no corruption, use the images as they are)")
+        raise ConfigError(
+            f"severity must be from 1 to 5, got {severity} (for no corruption, use the images as they are)"
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r} ({type(seed).__name__})")
     if table is not None and table not in TABLES:
@@ -227,7 +229,5 @@ def _check_images(images: Tensor, index: Tensor | None) -> Tensor:
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise TypeError(f"index must have an integer dtype, got {index.dtype}: use index.long()")
     if tuple(index.shape) != (shape[0],):
-        raise InputError(
-            f"index must have shape ({shape[0]},), one entry for each image, got {tuple(index.shape)}"
-        )
+        raise InputError(f"index must have shape ({shape[0]},), one entry for each image, got {tuple(index.shape)}")
     return index.to(device=images.device, dtype=torch.int64)

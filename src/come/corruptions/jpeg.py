@@ -161,7 +161,7 @@ def _constants(quality: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
     return a, b, c, d, e
 
 
-def _quantise(plane: Tensor, table: Tensor, dct: Tensor) -> Tensor:
+def _quantize(plane: Tensor, table: Tensor, dct: Tensor) -> Tensor:
     """Take a plane through 8x8 DCT, quantization and back, rounded to 0..255.
 
     Args:
@@ -233,9 +233,9 @@ def jpeg_by_dct(images: Tensor, quality: int) -> Tensor:
     luma = mixed(to_ycc[0], 0.5).unsqueeze(1)
     # the encoder's integer form rounds chroma just below one half
     chroma = torch.stack((mixed(to_ycc[1], 128.499), mixed(to_ycc[2], 128.499)), 1)
-    luma = _quantise(luma, luminance, dct)[:, 0]
+    luma = _quantize(luma, luminance, dct)[:, 0]
     small = _halve_chroma(chroma)
-    chroma = _double_chroma(_quantise(small, chrominance, dct), height, width).sub_(128.0)
+    chroma = _double_chroma(_quantize(small, chrominance, dct), height, width).sub_(128.0)
     blue, red = chroma.unbind(1)
     out = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
     for c in range(3):

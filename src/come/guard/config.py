@@ -16,8 +16,8 @@ class Event(NamedTuple):
     """Something that happened."""
 
     kind: str
-    """invalid_samples, update_refused, unanswered, suspicious, healthy, collapse, recovered, raised, frozen, probabilities,
-    callback_failed"""
+    """invalid_samples, update_refused, unanswered, suspicious, healthy, collapse, recovered, raised, statistics, frozen,
+    probabilities, callback_failed"""
     step: int
     """Number of the batch, from 0, over the life of the adapter."""
     message: str

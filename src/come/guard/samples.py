@@ -49,11 +49,18 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
         return x, torch.ones(x.size, dtype=torch.bool, device=_device(x)), history
     sizes = torch.stack([_magnitude(value.detach()) for value in judged]).amax(dim=0).to(history)
     finite = sizes.isfinite()
-    middle = torch.where(finite & (sizes > 0), sizes, torch.nan).nanmedian()  # a few large samples do not move it
+    middle = _median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
     history = torch.cat([history[1:], torch.where(middle.isnan(), history[-1], middle)[None]])
-    usual = history.nanmedian()
+    usual = _median(history)
     valid = finite & (sizes <= largest) & ~(sizes > UNUSUAL * usual)
     return _replaced(x, valid), valid, history
+
+
+def _median(values: Tensor) -> Tensor:
+    """Median (0-d) of the entries that are not NaN; NaN if there are none. `torch.nanmedian` waits for a GPU."""
+    ordered = values.sort().values  # NaN last
+    middle = ((~values.isnan()).sum() - 1).clamp_min(0) // 2
+    return ordered.gather(0, middle.view(1))[0]
 
 
 def _device(x: Inputs) -> torch.device:

@@ -9,13 +9,14 @@ how much the source believes of what the adapted model says, relative to what it
 contradicts its source where that is unsure anyway; one that has collapsed says what the source rules out. It has collapsed if
 
     agreement < 0.45, or
-    confidence >= 0.85 and confidence x (1 - agreement) > 0.10      a source that is sure is held to more
+    confidence >= 0.85 and confidence x (1 - agreement) > 0.10      where the source is sure, less is forgiven
 
 Whether the adapted model names one class or many plays no part: a stream may hold one class.
 
 Where BatchNorm uses statistics of the batch, an unsure source on its own statistics is no judge of a model on better ones: if
 its confidence is below 0.65 and the adapted model names more classes (effective number 1.2 times as large), the first rule
-does not count. The weights are then judged by the source's weights under the same statistics.
+does not count. The weights are then judged by the source's weights under the same statistics. Where the source is sure, the
+limit on the loss is 0.04 there: to go back to the source's statistics costs little then.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from come.inputs import answered, exact
 
 LIMIT, HEALTHY, WELL = 0.45, 0.6, 0.8
 """Agreement below which a model has collapsed; from which it is healthy; from which its weights are worth keeping."""
-SURE, LOSS = 0.85, 0.10
+SURE, LOSS, LOSS_BY_STATISTICS = 0.85, 0.10, 0.04
 """Confidence from which the source is sure, and how much of it the adapted model may lose then."""
 UNSURE, MORE = 0.65, 1.2
 """Confidence below which the source is unsure; how many times as many classes a model names that sees more than its source."""
@@ -51,7 +52,12 @@ class Verdict(NamedTuple):
 
 
 def compare(
-    adapted: Tensor, source: Tensor, usable: Tensor, *, same_statistics: Tensor | None = None, trial: Tensor | None = None
+    adapted: Tensor,
+    source: Tensor,
+    usable: Tensor,
+    *,
+    same_statistics: Tensor | None = None,
+    trial: Tensor | None = None,
 ) -> Tensor:
     """Sums of one batch, (2K + 5,) float64, on the device: they add up over batches.
 
@@ -100,7 +106,8 @@ def misled(found: Verdict, statistics: bool) -> bool | Tensor:
 
     `statistics`: whether the adapted model is on statistics of the batch.
     """
-    sure = (found.confidence >= SURE) & (found.confidence * (1 - found.agreement) > LOSS)
+    loss = LOSS_BY_STATISTICS if statistics else LOSS
+    sure = (found.confidence >= SURE) & (found.confidence * (1 - found.agreement) > loss)
     lost = found.agreement < LIMIT
     if statistics:
         lost = lost & ((found.confidence >= UNSURE) | (found.spread <= MORE))

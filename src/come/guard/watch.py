@@ -18,7 +18,7 @@ from come.errors import StateError
 from come.guard.config import Event, Guard
 from come.guard.samples import no_history
 from come.guard.signals import SIGNALS, Bands
-from come.guard.verdict import HEALTHY, LIMIT, LOSS, MORE, SURE, WELL, Verdict, misled
+from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, MORE, SURE, WELL, Verdict, misled
 
 LAG = 2
 """After so many steps the signals of a step are read."""
@@ -33,7 +33,7 @@ REGROW = 20
 
 COUNTED = (
     *("invalid_samples", "update_refused", "unanswered", "suspicious", "healthy", "collapse", "recovered", "raised"),
-    *("frozen", "probabilities", "callback_failed"),
+    *("statistics", "frozen", "probabilities", "callback_failed"),
 )
 """Kinds of events."""
 
@@ -118,7 +118,8 @@ class Watch:
         """With these events counted."""
         counters = dict(self.counters)
         for event in events:
-            counters[event.kind] = counters.get(event.kind, 0) + int(event.details.get("samples", 1) if event.kind in _MANY else 1)
+            many = event.details.get("samples", 1) if event.kind in _MANY else 1
+            counters[event.kind] = counters.get(event.kind, 0) + int(many)
         return replace(self, counters=counters)
 
     # ---- what signals say ----
@@ -153,9 +154,7 @@ class Watch:
                 collapse = collapse or found
         return watch.counted(events), events, collapse
 
-    def _judged(
-        self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float
-    ) -> tuple[Watch, list[Event]]:
+    def _judged(self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float) -> tuple[Watch, list[Event]]:
         """Gather signals until they make a window, and compare it with the bands."""
         watch = replace(self, latest=signals)
         if not valid > 0 or not all(map(math.isfinite, signals)):
@@ -174,7 +173,9 @@ class Watch:
         watch = replace(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
         if watch.outside == guard.patience:
             found = dict(zip(SIGNALS, row, strict=True))
-            words = ", ".join(f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items())
+            words = ", ".join(
+                f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items()
+            )
             message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
             events.append(Event("suspicious", sent.step, message, {name: found[name] for name in outside}))
             due = True
@@ -190,24 +191,39 @@ class Watch:
         """A question has been answered."""
         suspicious, watch = self.outside > 0, replace(self, waiting=False, outside=0)
         if not found.samples:
-            message = "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
+            message = (
+                "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
+            )
             return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
         watch = replace(watch, agreement=found.agreement)
         details: dict[str, float | str] = dict(found._asdict())
         by_source = bool(misled(found, statistics and watch.trusted))
         by_weights = statistics and watch.trusted and found.other < LIMIT
-        said = f"agreement with the source model {found.agreement:.2f}, {found.samples:.0f} samples checked"
+        checked = f"{found.samples:.0f} samples checked"
+        if by_source and statistics and watch.trusted and not by_weights:
+            loss = LOSS_BY_STATISTICS / max(found.confidence, SURE)
+            limit = LIMIT if found.confidence < SURE else 1 - loss
+            message = (
+                f"statistics of the batch mislead the model: agreement with the source model {found.agreement:.2f} (limit "
+                f"{limit:.2f}), {checked}; BatchNorm on the source's statistics, source weights restored"
+            )
+            collapse = Event("statistics", sent.step, message, details)
+            return watch, [collapse], collapse
         if by_source or by_weights:
             limit = LIMIT if found.agreement < LIMIT or by_weights else 1 - LOSS / max(found.confidence, SURE)
             seen = found.agreement if by_source else found.other
             what = "source model" if by_source else "source weights"
-            message = f"collapse: agreement with the {what} {seen:.2f} (limit {limit:.2f}), {found.samples:.0f} samples checked"
-            details["cause"] = "statistics" if statistics and watch.trusted and not by_weights else "weights"
+            message = f"collapse: agreement with the {what} {seen:.2f} (limit {limit:.2f}), {checked}"
             collapse = Event("collapse", sent.step, message, details)
-            return (replace(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch), [collapse], collapse
+            return (
+                (replace(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch),
+                [collapse],
+                collapse,
+            )
         if suspicious:
             watch = replace(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
-        events = [Event("healthy", sent.step, f"healthy: {said}", details)]
+        message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
+        events = [Event("healthy", sent.step, message, details)]
         if found.agreement >= WELL:
             watch = replace(watch, healthy=watch.candidate)
         watch, raised = watch._raised(guard, sent, found)
@@ -219,7 +235,10 @@ class Watch:
         tried = found._replace(agreement=found.other)
         if not watch.trusted and not misled(tried, True) and (found.other >= HEALTHY or found.spread > MORE):
             watch = replace(watch, trusted=True)
-            message = f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics are in use again"
+            message = (
+                f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics (or the answers of the "
+                "method) are in use again"
+            )
             events.append(Event("raised", sent.step, message, {"agreement": found.other}))
         if watch.scale < 1 and found.agreement >= HEALTHY and watch.windows >= REGROW * 2 ** (watch.falls - 1):
             scale = min(1.0, watch.scale / guard.backoff)
@@ -230,28 +249,30 @@ class Watch:
 
     # ---- what is done ----
 
-    def recovered(self, guard: Guard, collapse: Event) -> tuple[Watch, Tensor | None, Event]:
+    def recovered(
+        self, guard: Guard, collapse: Event, weightless: bool = False
+    ) -> tuple[Watch, Tensor | None, list[Event]]:
         """After a collapse: the new watch, the weights to go back to (None: the source's), and what is to be said."""
         often = self.falls > 0 and self.windows <= OFTEN
-        by_statistics = collapse.details["cause"] == "statistics"
-        healthy = None if often or by_statistics or guard.policy == "freeze" else self.healthy
         base = replace(
             self, windows=0, outside=0, asking=False, waiting=False, asked=0, sums=None, candidate=None, healthy=None
         )
         base = replace(base, pending=tuple(sent._replace(past=True) for sent in base.pending))
-        where = "the last healthy weights" if healthy is not None else "the source weights"
+        if collapse.kind == "statistics":
+            return replace(base, trusted=False), None, []
         if guard.policy == "freeze":
             event = Event("frozen", collapse.step, "the source model answers from now on; reset() ends it", {})
-            return replace(base, frozen=True), None, event
-        if by_statistics:
-            message = f"{where} restored, BatchNorm on the source's statistics"
-            details: dict[str, float | str] = {"to": where, "lr_scale": base.scale}
-            return replace(base, trusted=False), healthy, Event("recovered", collapse.step, message, details)
+            return replace(base, frozen=True), None, [event]
+        if weightless:
+            message = "the source model answers until a trial finds the method well"
+            return replace(base, trusted=False), None, [Event("recovered", collapse.step, message, {})]
+        healthy = None if often else self.healthy
+        where = "the last healthy weights" if healthy is not None else "the source weights"
         falls = self.falls + 1 if often else 1
         scale = self.scale * guard.backoff**falls
         message = f"{where} restored, learning rate x {scale:g}"
         event = Event("recovered", collapse.step, message, {"to": where, "lr_scale": scale})
-        return replace(base, falls=falls, scale=scale), healthy, event
+        return replace(base, falls=falls, scale=scale), healthy, [event]
 
     # ---- what it says ----
 
@@ -263,7 +284,7 @@ class Watch:
             "lr_scale": self.scale,
             "batch_statistics": float(self.trusted),
             "agreement": self.agreement,
-            **{name: value for name, value in zip(SIGNALS, self.latest, strict=False)},
+            **dict(zip(SIGNALS, self.latest, strict=False)),
         } | {"frozen": float(self.frozen)}
 
     # ---- as tensors ----

@@ -6,7 +6,7 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
-from come.errors import ConfigError, unknown
+from come.errors import ConfigError, unknown_hyperparameter
 from come.method import Method, _registry, register
 from come.registry import parse
 
@@ -62,8 +62,10 @@ def make(method: str | type[Method], **hyperparameters: Any) -> Method:
     known = chosen.hyperparameters()
     for name in hyperparameters:
         if name not in known:
-            raise unknown(f"hyperparameter of {chosen.name}", name, known)
+            raise unknown_hyperparameter(chosen.name, name, known)
     try:
         return chosen(**hyperparameters)
     except TypeError as error:  # such as a comparison of text with a number
-        raise ConfigError(f"{chosen.name} has a hyperparameter of the wrong type: {error}; got {hyperparameters}") from error
+        raise ConfigError(
+            f"{chosen.name} has a hyperparameter of the wrong type: {error}; got {hyperparameters}"
+        ) from error

@@ -132,7 +132,7 @@ class CoTTA(Method):
             count = min(at_once, self.views - begin)
             views = (self.augment or jitter())(images.expand(count, *images.shape), ctx.generator)
             inputs = x.with_image(self.normalization.inputs(views).flatten(0, 1))
-            statistics = by_group(count) if count > 1 and ctx.statistics == "batch" else ctx.statistics
+            statistics = ctx.statistics if ctx.share is None or count == 1 else by_group(count, ctx.share)
             logits = ctx.forward(inputs, ctx.state["teacher"], statistics=statistics)
             part = torch.unflatten(logits, 0, (count, batch)).sum(dim=0)
             total = part if total is None else total + part

@@ -80,7 +80,8 @@ class DeYO(Method):
         h, w = x.image("deyo").shape[-2:]
         if self.shuffle is None and min(h, w) < self.patches:
             raise InputError(
-                f"images of {h}x{w} cannot be cut into {self.patches}x{self.patches} patches; use larger images or fewer patches"
+                f"images of {h}x{w} cannot be cut into {self.patches}x{self.patches} patches; use larger images or fewer "
+                "patches"
             )
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
@@ -92,7 +93,7 @@ class DeYO(Method):
         sure = ctx.valid & (entropy.detach() < self.limit * scale)
         with torch.no_grad():
             shuffled = x.with_image((self.shuffle or self._shuffled)(images, ctx.generator))
-            statistics = by_selection(sure) if ctx.statistics == "batch" else ctx.statistics
+            statistics = None if ctx.share is None else by_selection(sure, ctx.share)
             destroyed = ctx.forward(shuffled, statistics=statistics)
         label = logits.argmax(dim=1, keepdim=True)
         drop = (_probability(logits.detach(), label) - _probability(destroyed, label)).squeeze(1)

@@ -118,6 +118,8 @@ class FOA(Method):
                 "foa needs source batches for its statistics: pass source=, an iterable of batches with 32 or more "
                 "unlabelled source images in all"
             )
+        if self.search is None:
+            _packages()  # if they are missing, say so before the source data is read
         ctx.fixed["head"] = Head(ctx.model.model, self.head)
         tokens, found = None, []
         with torch.no_grad():
@@ -290,7 +292,8 @@ class _Tokens:
         if len(shapes) != 1 or len(shapes[0]) != 3:
             got = f"takes {tuple(shapes[0])}" if shapes else "is never run"
             raise ModelError(
-                refusal + f"has none: its first block {got}, not tokens (B, N, d); use another method ('come list methods')"
+                refusal
+                + f"has none: its first block {got}, not tokens (B, N, d); use another method ('come list methods')"
             )
         class_token = getattr(model, "num_prefix_tokens", None)
         if class_token is None:
@@ -341,6 +344,17 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call
     raise InputError("the first block of the model takes no tensor; foa cannot find its tokens")
 
 
+def _packages() -> tuple[Any, Any]:
+    try:
+        import cma
+        import numpy
+    except ImportError as error:
+        raise ConfigError(
+            "foa searches with the package cma, which is not installed: pip install 'come-tta[foa]'"
+        ) from error
+    return cma, numpy
+
+
 class CMAES:
     """CMA-ES of the package `cma`, with random numbers of its own and a state made of tensors.
 
@@ -358,13 +372,7 @@ class CMAES:
     """
 
     def __init__(self, dimensions: int, population: int, seed: int) -> None:
-        try:
-            import cma
-            import numpy as np
-        except ImportError as error:
-            raise ConfigError(
-                "foa searches with the package cma, which is not installed: pip install 'come-tta[foa]'"
-            ) from error
+        cma, np = _packages()
         self._seed, self._numpy = seed, np
         self._random = np.random.default_rng([abs(seed), 0])
         options = {

@@ -80,7 +80,9 @@ class MEMO(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("views", self.views, 2, " (one view agrees with itself)")
-        require(self.prior is None or self.prior >= 0, "prior", self.prior, ">= 0, or None for the source statistics alone")
+        require(
+            self.prior is None or self.prior >= 0, "prior", self.prior, ">= 0, or None for the source statistics alone"
+        )
         self.normalization: Normalization = Normalization.of(self.normalization)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
