@@ -525,7 +525,7 @@ def damaged(ground: Ground, times: int) -> Iterator[Row]:
 
 @fault
 def marks(ground: Ground, times: int) -> Iterator[Row]:
-    """A damaged run.json is refused with the repair, and mended by it; damaged manifests are written again when needed."""
+    """A damaged run.json is refused with the repair, and fixed by it; damaged manifests are written again when needed."""
     for damage in (b"", b'{"format": "come-r', bytes(40)):
         out = ground.copy()
         (out / "run.json").write_bytes(damage)

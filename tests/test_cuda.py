@@ -14,7 +14,7 @@ import come
 from come.testing import NORMS, batches
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fuzz_cases import ask_the_source
+from asking import ask_the_source
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

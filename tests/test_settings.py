@@ -201,13 +201,14 @@ def test_a_record_tells_what_the_guard_did(tmp_path):
     """In this cell alone: the adapter is shared with the cells before it."""
     plan = replace(
         SMALL,
+        data="glyphs:960",
         methods=("source", "tent:lr=0.3"),
         objectives=("em",),
         corruptions=("fog", "contrast"),
         guard=True,
         limit=None,
     )
-    records = run(replace(plan, data="glyphs:960"), tmp_path / "run")
+    records = run(plan, tmp_path / "run")
     for record in records[:2]:
         assert record.result["events"] == []
     for record in records[2:]:
@@ -216,6 +217,9 @@ def test_a_record_tells_what_the_guard_did(tmp_path):
         steps = [step for kind, step in record.result["events"] if kind == "collapse"]
         assert len(steps) == health["collapse"]
         assert all(0 < step < 15 for step in steps)
+    (alone,) = run(replace(plan, methods=plan.methods[1:], corruptions=("contrast",)), tmp_path / "alone")
+    for name in ("health", "events", "metrics"):
+        assert alone.result[name] == records[-1].result[name]
     assert len(findings.recoveries(records)) == 2
     assert "tent:lr=0.3 + em on fog (after batch" in findings.recoveries(records)[0]
 

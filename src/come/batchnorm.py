@@ -4,7 +4,7 @@
 
     None        the running statistics of the source model, as in evaluation mode
     "batch"     the statistics of the batch, as published TTA methods do
-    a function  (layer, input) -> mean and variance that broadcast to the input: `mixed`, `by_group`, `by_selection`
+    a function  (layer, input) -> mean and variance, (C,) or what broadcasts to the input: `mixed`, `by_group`, ...
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     return [cast(nn.BatchNorm2d, module) for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
-def normalizing(layer: Layer, estimate: Estimate) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A forward pre-hook that normalizes the input; the layer itself then needs a mean of 0 and a variance of 1 - eps.
+def normalizing(layer: Layer, estimate: Estimate) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+    """A forward pre-hook for a layer that is called with a mean of 0 and a variance of 1 - eps.
 
-    So subclasses that do more than normalize keep doing it.
+    Statistics (C,) take their place, and torch's own kernel does the rest. Others, with a gradient or of their own for each
+    sample, are applied to the input, so that subclasses that do more than normalize keep doing it.
     """
 
-    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = exact(inputs[0])
         mean, var = estimate(layer, x)
+        if mean.ndim == 1:
+            norm = cast(nn.BatchNorm2d, module)
+            norm.running_mean, norm.running_var = mean.to(norm.running_mean), var.to(norm.running_var)
+            return None
         return (((x - mean) * (var + layer.module.eps).rsqrt()).to(inputs[0].dtype), *inputs[1:])
 
     return hook
@@ -108,7 +113,7 @@ def by_group(groups: int, share: Tensor | float = 1.0) -> Estimate:
         var, mean = torch.var_mean(parts, dim=[1, *range(3, parts.ndim)], correction=0, keepdim=True)
         each = parts.shape[1]
         mean, var = (value.flatten(0, 1).repeat_interleave(each, dim=0) for value in (mean, var))
-        return _mixed(layer, x, mean, var, share)
+        return _mixed(layer, mean, var, share)
 
     return estimate
 
@@ -119,15 +124,16 @@ def by_selection(used: Tensor, share: Tensor | float = 1.0) -> Estimate:
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
         >>> by_selection(torch.tensor([True, True, False]))(layer, torch.tensor([[1.0], [3.0], [10.0]]))
-        (tensor([[2.]]), tensor([[1.]]))
+        (tensor([2.]), tensor([1.]))
     """
 
+    @torch.no_grad()
     def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         weight = (used | ~used.any()).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
         total = weight.sum() * x[0, 0].numel()
-        mean = (x * weight).sum(dim=_dims(x), keepdim=True) / total
-        var = ((x - mean).square() * weight).sum(dim=_dims(x), keepdim=True) / total
-        return _mixed(layer, x, mean, var, share)
+        mean = (x * weight).sum(dim=_dims(x)) / total
+        var = ((x - _like(mean, x)).square() * weight).sum(dim=_dims(x)) / total
+        return _mixed(layer, mean, var, share)
 
     return estimate
 
@@ -135,25 +141,29 @@ def by_selection(used: Tensor, share: Tensor | float = 1.0) -> Estimate:
 def mixed(share: Tensor | float) -> Estimate:
     r"""`share` of the batch's statistics and the rest of the source's: :math:`\mu = (1 - s) \mu_0 + s \mu_B`.
 
-    The gradient flows through the batch's part, as it does with statistics of the batch alone.
+    No gradient flows through them; on corrupted `glyphs` that makes no difference, and it is faster.
 
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, torch.zeros(1), torch.ones(1))
         >>> mixed(0.5)(layer, torch.tensor([[1.0], [3.0]]))
-        (tensor([[1.]]), tensor([[1.]]))
+        (tensor([1.]), tensor([1.]))
     """
 
+    @torch.no_grad()
     def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        return _mixed(layer, x, *batch_statistics(layer, x), share)
+        mean, var = (value.flatten() for value in batch_statistics(layer, x))
+        return _mixed(layer, mean, var, share)
 
     return estimate
 
 
-def _mixed(layer: Layer, x: Tensor, mean: Tensor, var: Tensor, share: Tensor | float) -> tuple[Tensor, Tensor]:
+def _mixed(layer: Layer, mean: Tensor, var: Tensor, share: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The source's statistics in part; `mean` and `var` have the channels along their last or second dimension."""
     if layer.mean is None or layer.var is None or (isinstance(share, float) and share == 1):
         return mean, var
-    share = torch.as_tensor(share, dtype=x.dtype, device=x.device)
-    return torch.lerp(_like(layer.mean, x), mean, share), torch.lerp(_like(layer.var, x), var, share)
+    share = torch.as_tensor(share, dtype=mean.dtype, device=mean.device)
+    old = (value.to(mean) if mean.ndim == 1 else _like(value, mean) for value in (layer.mean, layer.var))
+    return tuple(torch.lerp(a, b, share) for a, b in zip(old, (mean, var), strict=True))  # type: ignore[return-value]
 
 
 def following(
@@ -175,7 +185,7 @@ def following(
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
         >>> following({0: (torch.zeros(1), torch.ones(1))}, 0.5, 0)(layer, torch.tensor([[1.0], [3.0]]))
-        (tensor([[1.]]), tensor([[1.]]))
+        (tensor([1.]), tensor([1.]))
     """
 
     @torch.no_grad()
@@ -187,6 +197,6 @@ def following(
         mean, var = torch.lerp(mean.to(x), own_mean, share), torch.lerp(var.to(x), own_var.to(x), share)
         if new is not None:
             new[layer.number] = (mean, var)
-        return _like(mean, x), _like(var, x)
+        return mean, var
 
     return estimate

@@ -195,8 +195,8 @@ def _peak_megabytes(device: torch.device) -> float:
 def _rows(objective: Objective, step: Step, batch: Batch, domain: int) -> dict[str, Tensor]:
     """What is kept of each sample; all tensors stay on the device. A diverged model has values too: the least confident."""
     z, labels = step.logits.float(), batch.labels
-    finite = answered(z)
-    z = torch.where(finite[:, None], z, 0).clamp_min(UNKNOWN)  # a masked class has the logit -inf
+    finite = answered(z) if step.valid is None else step.valid
+    z = torch.where(finite[:, None], z, UNKNOWN)
     log_p = z.log_softmax(dim=1)
     probability, prediction = log_p.exp().max(dim=1)
     return {
@@ -206,9 +206,9 @@ def _rows(objective: Objective, step: Step, batch: Batch, domain: int) -> dict[s
         "confidence": torch.where(finite, objective.confidence(z).float(), 0),
         "msp": torch.where(finite, probability, 0),
         "uncertainty": torch.where(finite, objective.uncertainty(z).float(), 1),
-        "entropy": -(log_p.exp() * log_p).sum(dim=1),
+        "entropy": torch.special.entr(log_p.exp()).sum(dim=1),
         "energy": z.logsumexp(dim=1),
-        "norm": torch.where(z > UNKNOWN, z, 0).norm(dim=1),
+        "norm": torch.where(finite[:, None] & ~z.isneginf(), z, 0).norm(dim=1),  # a masked class is -inf
         "nll": nll(log_p, labels),
         "brier": brier(log_p, labels),
         "finite": finite,

@@ -1,0 +1,8 @@
+"""For tests: let the guard ask the source model about the next batch."""
+
+from dataclasses import replace
+
+
+def ask_the_source(adapter):
+    now = adapter._now
+    adapter._now = replace(now, watch=now.watch.asking_again())
