@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ PRIOR = 16
 UNKNOWN = -1e4
 """The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
 
+T = TypeVar("T")
 Callback = Callable[["Adapter", Step], None]
 """Called with the adapter and what a step returned, after each step."""
 
@@ -175,7 +176,7 @@ class Adapter:
 
     # ---- one step, from moment to moment ----
 
-    def _running(self, run: Callable[[], Any]) -> Any:
+    def _running(self, run: Callable[[], T]) -> T:
         """Run something that calls the model; the model is as before when this returns or raises."""
         self._borrowed.check_unchanged()
         try:
@@ -217,7 +218,8 @@ class Adapter:
             weights = torch.where(ctx.ok, ctx.weights.detach(), now.weights)
             moments, state = chosen(ctx.ok, ctx.moments, now.moments), chosen(ctx.ok, ctx.state, now.state or {})
         moment = Moment(weights, moments, state, now.count + 1, watch)
-        return moment, Step(*(None if value is None else value.detach() for value in out)), events
+        detached = (None if value is None else value.detach() for value in out)
+        return moment, Step(*detached), events  # type: ignore[arg-type]
 
     def _adapted(self, ctx: Context, x: Inputs) -> Step:
         for _ in range(self.method.steps):
@@ -299,10 +301,11 @@ class Adapter:
         found = found if watch.sums is None else watch.sums + found
         now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
         enough = now.samples >= min(self.guard.samples if self.guard else 1, x.size + watch.asked)
-        by_source = misled(now, self._on_batch and watch.trusted) & enough
+        by_source = torch.as_tensor(misled(now, self._on_batch and watch.trusted) & enough)
         logits = torch.where(by_source, source.to(answers), answers)
         if same is not None:
-            logits = torch.where(~by_source & (now.other < LIMIT) & enough, same.to(answers), logits)
+            by_weights = torch.as_tensor((now.other < LIMIT) & enough)
+            logits = torch.where(~by_source & by_weights, same.to(answers), logits)
         return found, logits
 
     def _cleaned(self, out: Step, answers: Tensor, usable: Tensor, ctx: Context) -> Step:
@@ -332,6 +335,7 @@ class Adapter:
             state=now.state or {},
             lr=torch.full((), rate, dtype=now.weights.dtype, device=valid.device),
             valid=valid,
+            count=now.count,
             generator=self._generator.manual_seed(int.from_bytes(seed[:7], "big")),
             share=self._share(valid, trusted),
             guarded=self.guard is not None,
@@ -368,8 +372,7 @@ class Adapter:
 
     @property
     def _objective(self) -> Objective:
-        objective: Objective = self.method.objective  # type: ignore[assignment]
-        return objective
+        return self.method.objective
 
     def _check_open(self) -> None:
         if self._closed:
@@ -405,7 +408,7 @@ class Adapter:
             if event.kind == "probabilities":
                 warnings.warn(event.message, stacklevel=4)
             if self.guard is not None and self.guard.on_event is not None:
-                self._safely("on_event", lambda event=event: self.guard.on_event(event))  # type: ignore[misc, union-attr]
+                self._safely("on_event", lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
 
     def _call_back(self, out: Step) -> None:
         for callback in tuple(self.callbacks):

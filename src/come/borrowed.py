@@ -93,7 +93,7 @@ class Borrowed:
         """The vector (P,) -> a view for each adapted parameter."""
         if not self._room:
             return []
-        parts = weights.split(self._room)
+        parts = torch.split(weights, self._room)
         return [part[: shape.numel()].view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from come.errors import ConfigError, InputError
 
 SLACK = 0.02
 """How far beyond [0, 1] a pixel may lie: interpolation and half precision overshoot a little."""
+
+
+MeanStd = Union[tuple[Sequence[float], Sequence[float]], "Normalization", None]
+"""How inputs were normalized: (mean, std), or None if they are images in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Normalization:
     std: tuple[float, ...] = (1.0,)
 
     @classmethod
-    def of(cls, value: tuple[Sequence[float], Sequence[float]] | Normalization | None) -> Normalization:
+    def of(cls, value: MeanStd) -> Normalization:
         """A `Normalization`, a pair (mean, std), or None for inputs that are images in [0, 1] already."""
         if value is None:
             return cls()

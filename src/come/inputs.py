@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
 
     def image(self, who: str) -> Tensor:
         """The images (B, C, H, W); `who` needs them and is named in the error if there are none."""
-        found = [v for v in self.values() if _is_image(v)]
+        found: list[Tensor] = [v for v in self.values() if _is_image(v)]
         if len(found) == 1:
             return found[0]
         shapes = ", ".join(str(tuple(value.shape)) for value in self.values() if isinstance(value, Tensor))

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +55,34 @@ def untracked() -> Iterator[None]:
         yield
 
 
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
+
+
+class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
+    """A field of a dataclass that takes one type and keeps another: `objective="em"` becomes a `Softmax()`.
+
+    Args:
+        convert: what makes the one of the other.
+        default: of the field, before it is converted.
+    """
+
+    def __init__(self, convert: Callable[[Given], Kept], default: Given) -> None:
+        self.convert, self.default = convert, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, method: object | None, owner: type | None = None) -> Kept:
+        """What is kept; of the class, the default."""
+        found: Kept = self.default if method is None else getattr(method, self.name)  # type: ignore[assignment]
+        return found
+
+    def __set__(self, method: object, value: Given) -> None:
+        """Convert and keep."""
+        setattr(method, self.name, self.convert(value))
+
+
 def leaf(values: Tensor) -> Tensor:
     """`values` as a tensor of its own that gradients can be taken with respect to."""
     return values.detach().requires_grad_()
@@ -75,6 +103,7 @@ class Context:
         state: dict[str, Tensor],
         lr: Tensor,
         valid: Tensor,
+        count: int,
         generator: torch.Generator,
         share: Tensor | float | None = None,
         guarded: bool = False,
@@ -94,6 +123,8 @@ class Context:
         """0-d: the learning rate of this step."""
         self.valid = valid
         """(B,) bool: which samples may drive an update."""
+        self.count = count
+        """Batches before this one. It changes from step to step: only what runs outside of the model's graph may use it."""
         self.generator = generator
         """Random numbers, seeded for this step: runs repeat, and a resumed stream draws the same."""
         self.share = share
@@ -337,7 +368,7 @@ class Method(ABC):
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that `setup` uses up; they are not kept."""
 
-    objective: str | Objective = "come"
+    objective: converted[str | Objective, Objective] = converted(objectives.get, "come")
     select: Selector = norm_affine()
     lr: float | None = None
     optimizer: str | sgd | adam | OptimizerFactory = sgd()
@@ -347,7 +378,6 @@ class Method(ABC):
     statistics: StatisticsRule | None = None
 
     def __post_init__(self) -> None:
-        self.objective: Objective = objectives.get(self.objective)
         limit = "a positive number, or None for the paper's"
         require(
             self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit

@@ -17,7 +17,7 @@ import json
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,6 @@ def _bytes(data: bytes) -> Tensor:
 
 def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     """The moment that `saved` describes; if anything does not fit, raise and change nothing."""
-    from come.adapter import Moment
-
     for name in ("weights", "count", "configuration", "fingerprint"):
         if name not in saved:
             raise StateError(f"this is not the state of an adapter: {name!r} is missing")
@@ -69,7 +67,7 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
         if not isinstance(value, Tensor):
             raise StateError(f"{name!r} of the state must be a tensor, got {type(value).__name__}")
     _same_configuration(adapter, saved)
-    if bytes(saved["fingerprint"].tolist()) != fingerprint(adapter):
+    if not torch.equal(saved["fingerprint"].cpu(), _bytes(fingerprint(adapter))):
         raise StateError(
             f"this state belongs to another source model than this {type(adapter.model).__name__}, or to other source data; "
             "load the weights that the adapter was made with"
@@ -89,12 +87,13 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     watch = None
     if adapter.guard is not None:
         watch = Watch.of(parts["guard"], adapter.guard, now.weights)
-    moment = Moment(
-        saved["weights"].to(now.weights).clone(),
-        {name: value.clone() for name, value in parts["moment"].items()},
-        {name: value.clone() for name, value in parts["state"].items()} if parts["state"] or count else None,
-        count,
-        watch,
+    moment = replace(
+        now,
+        weights=saved["weights"].to(now.weights).clone(),
+        moments={name: value.clone() for name, value in parts["moment"].items()},
+        state={name: value.clone() for name, value in parts["state"].items()} if parts["state"] or count else None,
+        count=count,
+        watch=watch,
     )
     return moment.to(device, adapter.method.on_host)
 

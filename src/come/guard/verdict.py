@@ -8,7 +8,7 @@ With the source's probabilities :math:`q`, the labels :math:`\hat y` of the adap
 how much the source believes of what the adapted model says, relative to what it says itself. A model that has adapted well
 contradicts its source where that is unsure anyway; one that has collapsed says what the source rules out. It has collapsed if
 
-    agreement < 0.45, or
+    agreement < 0.5, or
     confidence >= 0.85 and confidence x (1 - agreement) > 0.10      where the source is sure, less is forgiven
 
 Whether the adapted model names one class or many plays no part: a stream may hold one class.
@@ -29,7 +29,7 @@ from torch import Tensor
 from come.guard.signals import votes
 from come.inputs import answered, exact
 
-LIMIT, HEALTHY, WELL = 0.45, 0.6, 0.8
+LIMIT, HEALTHY, WELL = 0.5, 0.6, 0.8
 """Agreement below which a model has collapsed; from which it is healthy; from which its weights are worth keeping."""
 SURE, LOSS, LOSS_BY_STATISTICS = 0.85, 0.10, 0.04
 """Confidence from which the source is sure, and how much of it the adapted model may lose then."""

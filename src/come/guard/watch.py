@@ -18,7 +18,7 @@ from come.errors import StateError
 from come.guard.config import Event, Guard
 from come.guard.samples import no_history
 from come.guard.signals import SIGNALS, Bands
-from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, MORE, SURE, WELL, Verdict, misled
+from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, SURE, WELL, Verdict, misled
 
 LAG = 2
 """After so many steps the signals of a step are read."""
@@ -28,7 +28,7 @@ CHECKS = (1, 5, 10, 20, 40, 80)
 """Windows after the start or a recovery at which the source is asked anyway; then every 100."""
 OFTEN = 200
 """Recoveries within so many windows of each other are one fault: the learning rate falls faster each time."""
-REGROW = 20
+REGROW = 100
 """Healthy windows after which a lowered learning rate is raised again; twice as many after each further recovery."""
 
 COUNTED = (
@@ -233,7 +233,7 @@ class Watch:
         """Give back what a recovery has taken, if the model has been healthy since."""
         watch, events = self, []
         tried = found._replace(agreement=found.other)
-        if not watch.trusted and not misled(tried, True) and (found.other >= HEALTHY or found.spread > MORE):
+        if not watch.trusted and found.other >= HEALTHY and not misled(tried, True):
             watch = replace(watch, trusted=True)
             message = (
                 f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics (or the answers of the "
@@ -337,8 +337,8 @@ class Watch:
             pending=tuple(pending),
             latest=tuple(saved["latest"].tolist()),
             row=tuple(saved["row"].tolist()),
-            **{name: saved[name].to(weights.device).clone() for name in _TENSORS if name in saved},
-            **numbers,  # type: ignore[arg-type]
+            **{name: saved[name].to(weights.device).clone() for name in _TENSORS if name in saved},  # type: ignore[arg-type]
+            **numbers,
         )
 
     def to(self, device: torch.device) -> Watch:

@@ -23,7 +23,7 @@ a whole batch; with BatchNorm each view is normalized by its own statistics all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +32,9 @@ from torch import Tensor
 from come.augment import Augment, jitter
 from come.batchnorm import by_group
 from come.errors import require, require_int
-from come.images import Normalization
+from come.images import MeanStd, Normalization
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.method import Context, Method, Step, converted, leaf, masked_mean, register
 from come.select import Selector, layers
 
 Restore = Callable[[str, Tensor, int], Tensor]
@@ -68,9 +68,8 @@ class CoTTA(Method):
     needs = "images"
     cost = "3-35f 1b"
     paper_lr = (1e-3, 1e-2)
-    on_host = ("batches",)
     select: Selector = layers()
-    normalization: tuple[Sequence[float], Sequence[float]] | Normalization | None = None
+    normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     confident: float = 0.1
     views: int = 32
     augment: Augment | None = None
@@ -87,7 +86,6 @@ class CoTTA(Method):
         shares = callable(self.restore) or 0 <= self.restore <= 1
         require(shares, "restore", self.restore, "a share in [0, 1], or a function")
         require_int("chunk", self.chunk, 1)
-        self.normalization: Normalization = Normalization.of(self.normalization)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
         """The views are made of images."""
@@ -96,7 +94,7 @@ class CoTTA(Method):
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """The teacher, who begins as the source."""
-        return {"teacher": ctx.source.clone(), "batches": torch.zeros((), dtype=torch.int64)}
+        return {"teacher": ctx.source.clone()}
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """The teacher's answer."""
@@ -111,7 +109,6 @@ class CoTTA(Method):
         ctx.descend(masked_mean(loss, ctx.valid), go=ctx.valid.any())
         ctx.state["teacher"] = torch.lerp(ctx.state["teacher"], ctx.weights.detach(), 1 - self.alpha)
         ctx.weights = leaf(torch.where(self._restored(ctx), ctx.source, ctx.weights))
-        ctx.state["batches"] = ctx.state["batches"] + 1
         return Step(target, loss, ctx.valid)
 
     def _target(self, ctx: Context, x: Inputs) -> Tensor:
@@ -142,7 +139,6 @@ class CoTTA(Method):
     def _restored(self, ctx: Context) -> Tensor:
         """(P,) bool: what goes back to the source."""
         if callable(self.restore):
-            number = int(ctx.state["batches"])
-            parts = {name: self.restore(name, p, number) for name, p in ctx.named(ctx.weights.detach()).items()}
+            parts = {name: self.restore(name, p, ctx.count) for name, p in ctx.named(ctx.weights.detach()).items()}
             return ctx.model.join(list(parts.values())) > 0
         return torch.rand(ctx.weights.shape, generator=ctx.generator, device=ctx.device) < self.restore

@@ -87,7 +87,7 @@ class FOA(Method):
     cost = "28f"
     descends = False
     batch_statistics = False
-    on_host = ("search.", "batches")
+    on_host = ("search.",)
     select: Selector = nothing()
     source: Iterable[Input] | None = None
     prompts: int | Tensor = 3
@@ -159,7 +159,6 @@ class FOA(Method):
             "best": best,
             "history": ctx.fixed["source_mean"][-width:].clone(),  # no shift
             "shifted": torch.zeros((), dtype=torch.bool, device=ctx.device),
-            "batches": torch.zeros((), dtype=torch.int64),
             **{f"search.{name}": value for name, value in search.state().items()},
         }
 
@@ -173,7 +172,7 @@ class FOA(Method):
         """Evaluate the population, answer with its best, and tell the search."""
         search = self._search(ctx)
         best = ctx.state["best"]
-        drawn = search.ask(int(ctx.state["batches"]))
+        drawn = search.ask(ctx.count)
         candidates = torch.cat([torch.unflatten(drawn.to(best), 1, best.shape), best[None]])
         logits, features, statistics = self._evaluate(ctx, x, candidates)
         entropy = self.objective.entropy(logits)
@@ -188,7 +187,6 @@ class FOA(Method):
         ctx.state["history"] = torch.lerp(mean, old, self.keep)
         ctx.state["shifted"] = torch.ones_like(ctx.state["shifted"])
         ctx.state["best"] = candidates[chosen].clone()
-        ctx.state["batches"] = ctx.state["batches"] + 1
         # The search knows its own candidates by their digits: it is told what it was asked for, unrounded.
         told = torch.cat([drawn.double().cpu(), best.double().flatten()[None].cpu()])
         search.tell(told, fitness.double().cpu())
@@ -200,11 +198,12 @@ class FOA(Method):
         width = ctx.fixed["tokens"].width
         shift = ctx.fixed["source_mean"][-width:] - ctx.state["history"]
         linear: nn.Linear = ctx.fixed["head"].linear
-        return linear(features + torch.where(ctx.state["shifted"], shift, 0).to(features))  # type: ignore[no-any-return]
+        answer: Tensor = linear(features + torch.where(ctx.state["shifted"], shift, 0).to(features))
+        return answer
 
     def _distance(self, ctx: Context, statistics: Tensor) -> Tensor:
         """Squared distance of each candidate's statistics (C, B, D) to the source's, (C,)."""
-        total = (statistics.mean(dim=1) - ctx.fixed["source_mean"].to(statistics)).square().sum(dim=1)
+        total: Tensor = (statistics.mean(dim=1) - ctx.fixed["source_mean"].to(statistics)).square().sum(dim=1)
         if statistics.shape[1] > 1:
             total = total + (statistics.std(dim=1) - ctx.fixed["source_std"].to(statistics)).square().sum(dim=1)
         return total

@@ -22,7 +22,6 @@ from image to image; `quirks=True` does so too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +30,9 @@ from torch import Tensor
 from come.augment import Augment, augmix
 from come.batchnorm import Statistics, batch_statistics, following
 from come.errors import require, require_int
-from come.images import Normalization
+from come.images import MeanStd, Normalization
 from come.inputs import Inputs
-from come.method import Context, Method, Step, register
+from come.method import Context, Method, Step, converted, register
 from come.optim import OptimizerFactory, adam, sgd
 from come.select import Selector, everything
 
@@ -70,7 +69,7 @@ class MEMO(Method):
     scales_lr = False
     select: Selector = everything()
     optimizer: str | sgd | adam | OptimizerFactory = sgd(momentum=0.0)
-    normalization: tuple[Sequence[float], Sequence[float]] | Normalization | None = None
+    normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     views: int = 32
     augment: Augment | None = None
     prior: float | None = 16.0
@@ -83,7 +82,6 @@ class MEMO(Method):
         require(
             self.prior is None or self.prior >= 0, "prior", self.prior, ">= 0, or None for the source statistics alone"
         )
-        self.normalization: Normalization = Normalization.of(self.normalization)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
         """The views are made of images."""

@@ -22,7 +22,6 @@ that code multiplies logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +30,9 @@ from torch.nn import functional as F
 
 from come.augment import Augment, jitter
 from come.errors import require
-from come.images import Normalization
+from come.images import MeanStd, Normalization
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.method import Context, Method, Step, converted, leaf, masked_mean, register
 
 
 @register
@@ -64,7 +63,7 @@ class ROID(Method):
     needs = "images"
     cost = "2f 1b"
     paper_lr = (2.5e-4, 2.5e-4)
-    normalization: tuple[Sequence[float], Sequence[float]] | Normalization | None = None
+    normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     consistency: bool = True
     augment: Augment | None = None
     momentum: float = 0.99
@@ -78,7 +77,6 @@ class ROID(Method):
         require(0 <= self.momentum <= 1, "momentum", self.momentum, "in [0, 1]")
         require(0 <= self.average <= 1, "average", self.average, "in [0, 1]")
         require(self.temperature > 0, "temperature", self.temperature, "positive")
-        self.normalization: Normalization = Normalization.of(self.normalization)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
         """The view is made of images."""

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +33,9 @@ from torch import Tensor
 from come.augment import Augment, jitter
 from come.batchnorm import Layer, batch_statistics, following
 from come.errors import InputError, require, require_int
-from come.images import Normalization
+from come.images import MeanStd, Normalization
 from come.inputs import Inputs
-from come.method import Context, Method, Step, register
+from come.method import Context, Method, Step, converted, register
 from come.objectives import Softmax
 from come.optim import OptimizerFactory, adam, sgd
 
@@ -77,7 +76,7 @@ class RoTTA(Method):
     scales_lr = False
     on_host = ("ledger.",)
     optimizer: str | sgd | adam | OptimizerFactory = adam()
-    normalization: tuple[Sequence[float], Sequence[float]] | Normalization | None = None
+    normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     capacity: int = 64
     every: int = 64
     nu: float = 0.001
@@ -95,7 +94,6 @@ class RoTTA(Method):
         require(0 <= self.alpha <= 1, "alpha", self.alpha, "in [0, 1]")
         require(self.age_weight >= 0, "age_weight", self.age_weight, ">= 0")
         require(self.doubt_weight >= 0, "doubt_weight", self.doubt_weight, ">= 0")
-        self.normalization: Normalization = Normalization.of(self.normalization)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
         """The memory holds images of one size, and nothing else."""

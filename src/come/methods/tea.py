@@ -18,16 +18,17 @@ code draws from [-1, 1] whatever the data; `reset()` also empties the buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from come.errors import ConfigError, InputError, require, require_int
-from come.images import Normalization
+from come.images import MeanStd, Normalization
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, masked_mean, register
+from come.method import Context, Method, Step, converted, masked_mean, register
 
 Draw = Callable[[int, int, Tensor], Tensor]
 """(number of the batch, number of the SGLD step, a tensor like the result) -> random numbers."""
@@ -65,7 +66,7 @@ class TEA(Method):
     needs = "images"
     cost = "23f 21b"
     minimizes = False
-    normalization: tuple[Sequence[float], Sequence[float]] | Normalization | None = None
+    normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     dreams: int = 20
     step_size: float = 0.1
     noise: float = 0.01
@@ -84,8 +85,8 @@ class TEA(Method):
         require(0 <= self.fresh <= 1, "fresh", self.fresh, "a share in [0, 1]")
         require_int("buffer", self.buffer, 1)
         require(self.buffer_device in ("model", "cpu"), "buffer_device", self.buffer_device, "'model' or 'cpu'")
-        self.normalization: Normalization = Normalization.of(self.normalization)
-        self.on_host = ("batches", "buffer") if self.buffer_device == "cpu" else ("batches",)  # type: ignore[misc]
+        if self.buffer_device == "cpu":
+            self.on_host = ("buffer",)  # type: ignore[misc]
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
         """The dreams are images of one size."""
@@ -100,35 +101,32 @@ class TEA(Method):
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """A buffer of uniform noise."""
-        state = {"batches": torch.zeros((), dtype=torch.int64)}
-        if self.start is None:
-            images = x.image("tea")
-            noise = torch.rand(self.buffer, *images.shape[1:], generator=ctx.generator, device=images.device)
-            kept = self.normalization.inputs(noise.to(images))
-            state["buffer"] = kept.cpu() if self.buffer_device == "cpu" else kept
-        return state
+        if self.start is not None:
+            return {}
+        images = x.image("tea")
+        noise = torch.rand(self.buffer, *images.shape[1:], generator=ctx.generator, device=images.device)
+        kept = self.normalization.inputs(noise.to(images))
+        return {"buffer": kept.cpu() if self.buffer_device == "cpu" else kept}
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Dream, then one step that lowers the energy of the batch against that of the dreams; predict after it."""
-        number = int(ctx.state["batches"])
-        dream, places = self._begin(ctx, x.image("tea"), number)
-        dream = self._dream(ctx, x, dream, number)
+        dream, places = self._begin(ctx, x.image("tea"))
+        dream = self._dream(ctx, x, dream)
         real = energy(ctx.forward(x))
         fake = energy(ctx.forward(x.with_image(dream)))
         ctx.descend(masked_mean(real, ctx.valid) - fake.mean(), go=ctx.valid.any())
         if places is not None:
             ctx.put("buffer", places, torch.where(dream.isfinite(), dream, 0))
-        ctx.state["batches"] = ctx.state["batches"] + 1
         with torch.no_grad():
             logits = ctx.forward(x)
         return Step(logits, real, ctx.valid)
 
-    def _begin(self, ctx: Context, images: Tensor, number: int) -> tuple[Tensor, Tensor | None]:
+    def _begin(self, ctx: Context, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Where the dreams start, and the places in the buffer that they came from."""
         if self.start is not None:
-            return self.start(number, -1, images).to(images), None
+            return self.start(ctx.count, -1, images).to(images), None
         batch, kept = len(images), ctx.state["buffer"]
-        draw = {"generator": ctx.generator, "device": images.device}
+        draw: dict[str, Any] = {"generator": ctx.generator, "device": images.device}
         # A permutation's beginning: no dream is in the batch twice, unless the batch is larger than the buffer.
         order = torch.rand(self.buffer, **draw).argsort()
         places = order[torch.arange(batch, device=images.device) % self.buffer].to(kept.device)
@@ -136,7 +134,7 @@ class TEA(Method):
         uniform = torch.rand(images.shape, **draw).to(images)
         return torch.where(anew, self.normalization.inputs(uniform), kept[places].to(images)), places
 
-    def _dream(self, ctx: Context, x: Inputs, dream: Tensor, number: int) -> Tensor:
+    def _dream(self, ctx: Context, x: Inputs, dream: Tensor) -> Tensor:
         """SGLD on the input, with the weights held."""
         weights = ctx.weights.detach()
         for k in range(self.dreams):
@@ -148,7 +146,7 @@ class TEA(Method):
             dream = dream.detach() - self.step_size * slope
             if self.noise:
                 if self.draw is not None:
-                    drawn = self.draw(number, k, dream).to(dream)
+                    drawn = self.draw(ctx.count, k, dream).to(dream)
                 else:
                     drawn = torch.randn(dream.shape, generator=ctx.generator, device=dream.device).to(dream)
                 dream = dream + self.noise * drawn
