@@ -539,11 +539,11 @@ def test_the_learning_rate_grows_again_while_the_model_stays_healthy():
     assert weights is None
     assert "source weights restored, learning rate x 0.1" in event.message
     assert watch.scale == pytest.approx(0.1)
-    watch, events = fed(watch, guard, 50)
+    watch, events = fed(watch, guard, 110)
     assert watch.scale == pytest.approx(1.0)
-    assert [e.message for e in events if e.kind == "raised"] == [
-        "healthy for 22 windows after a recovery: learning rate x 1"
-    ]
+    (raised,) = [event.message for event in events if event.kind == "raised"]
+    assert raised.startswith("healthy for 10")
+    assert raised.endswith("windows after a recovery: learning rate x 1")
 
 
 def test_after_a_second_fall_it_takes_longer():
@@ -552,9 +552,9 @@ def test_after_a_second_fall_it_takes_longer():
     for _ in range(2):
         watch = fed(watch.recovered(guard, fall)[0], guard, 3)[0]
     assert watch.scale == pytest.approx(1e-3)
-    watch, _ = fed(watch, guard, 30)
+    watch, _ = fed(watch, guard, 150)
     assert watch.scale == pytest.approx(1e-3)
-    watch, _ = fed(watch, guard, 30)
+    watch, _ = fed(watch, guard, 100)
     assert watch.scale == pytest.approx(1e-2)
 
 

@@ -4,16 +4,19 @@
 
     None        the running statistics of the source model, as in evaluation mode
     "batch"     the statistics of the batch, as published TTA methods do
-    a function  (layer, input) -> mean and variance, (C,) or what broadcasts to the input: `mixed`, `by_group`, ...
+    mixed(s)    s of those of the batch, and the rest of the source's
+    a function  (layer, input) -> mean and variance, (C,) or what broadcasts to the input: `by_group`, `by_selection`, ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Union, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from come.errors import InputError
 from come.inputs import exact
@@ -30,7 +33,7 @@ class Layer(NamedTuple):
 
 
 Estimate = Callable[[Layer, Tensor], tuple[Tensor, Tensor]]
-Statistics = Estimate | Literal["batch"] | None
+Statistics = Union[Estimate, "mixed", Literal["batch"], None]
 
 
 def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
@@ -44,7 +47,9 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
     return [cast(nn.BatchNorm2d, module) for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
-def normalizing(layer: Layer, estimate: Estimate) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+def normalizing(
+    layer: Layer, estimate: Estimate | mixed
+) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
     """A forward pre-hook for a layer that is called with a mean of 0 and a variance of 1 - eps.
 
     Statistics (C,) take their place, and torch's own kernel does the rest. Others, with a gradient or of their own for each
@@ -53,6 +58,8 @@ def normalizing(layer: Layer, estimate: Estimate) -> Callable[[nn.Module, tuple[
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = exact(inputs[0])
+        if isinstance(estimate, mixed):
+            return (estimate.normalized(layer, x).to(inputs[0].dtype), *inputs[1:])
         mean, var = estimate(layer, x)
         if mean.ndim == 1:
             norm = cast(nn.BatchNorm2d, module)
@@ -138,23 +145,36 @@ def by_selection(used: Tensor, share: Tensor | float = 1.0) -> Estimate:
     return estimate
 
 
-def mixed(share: Tensor | float) -> Estimate:
+@dataclass(frozen=True, eq=False)
+class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
     r"""`share` of the batch's statistics and the rest of the source's: :math:`\mu = (1 - s) \mu_0 + s \mu_B`.
 
-    No gradient flows through them; on corrupted `glyphs` that makes no difference, and it is faster.
+    It is computed as :math:`a z + b` from the input z that is normalized by the batch, with torch's kernel. The gradient flows
+    through z, as it does with statistics of the batch alone, and takes a and b as constants. (Without a gradient through the
+    statistics Tent at 30 times the paper's rate loses 20 points in 75 batches.)
 
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, torch.zeros(1), torch.ones(1))
-        >>> mixed(0.5)(layer, torch.tensor([[1.0], [3.0]]))
-        (tensor([1.]), tensor([1.]))
+        >>> mixed(0.5).normalized(layer, torch.tensor([[1.0], [3.0]])).flatten().round(decimals=3)  # mean 1, variance 1
+        tensor([0., 2.])
     """
 
-    @torch.no_grad()
-    def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, var = (value.flatten() for value in batch_statistics(layer, x))
-        return _mixed(layer, mean, var, share)
+    share: Tensor | float
 
-    return estimate
+    def normalized(self, layer: Layer, x: Tensor) -> Tensor:
+        """The input (B, C, ...) of a layer, normalized."""
+        eps = layer.module.eps
+        if x.numel() == x.shape[1]:
+            mean, var = source_statistics(layer, x)
+            return (x - mean) * (var + eps).rsqrt()
+        scale = shift = None
+        if layer.mean is not None and layer.var is not None:
+            with torch.no_grad():
+                own_var, own_mean = torch.var_mean(x, dim=_dims(x), correction=0)
+                mean, var = _mixed(layer, own_mean, own_var, self.share)
+                width = (var + eps).rsqrt()
+                scale, shift = (own_var + eps).sqrt() * width, (own_mean - mean) * width
+        return F.batch_norm(x, None, None, scale, shift, training=True, momentum=0.0, eps=eps)
 
 
 def _mixed(layer: Layer, mean: Tensor, var: Tensor, share: Tensor | float) -> tuple[Tensor, Tensor]:
