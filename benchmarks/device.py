@@ -1,8 +1,8 @@
 """Time and memory of one adaptation step on a GPU for every method, next to the paper's, and what the guard adds.
 
-    python benchmarks/device.py [METHOD ...] [--steps 100] [--tf32]
+    python benchmarks/device.py [METHOD ...] [--steps 100] [--model resnet50] [--tf32]
 
-ViT-B/16 with random weights at 224 x 224, batches of 64, as in the paper's table (an RTX 4090). Runs with and without the
+ViT-B/16 (or --model) with random weights at 224 x 224, batches of 64, as in the paper's table (an RTX 4090). Runs with and without the
 guard take turns in blocks of ten steps and go on for `--steps` of them; methods that take a second or more for a step make
 fewer, and say how many. The guard's time has two parts: its checks, and the batches that it asks the source model about. How
 many these were is in the last column; a long stream has one in a hundred batches, but here there are six in the first eighty.
@@ -14,8 +14,8 @@ import argparse
 import statistics
 import time
 
+import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
 
 import come
 from come import paper
@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("methods", nargs="*", default=come.methods.names())
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--model", default="vit_base_patch16_224", help="of timm, with random weights")
     parser.add_argument(
         "--tf32", action="store_true", help="matrix products in TF32: the same waits, less to do in between"
     )
@@ -83,7 +84,7 @@ def main() -> None:
     published = paper.get("cost")
     rows = {row.method for row in published.rows if row.objective == "em"}
     torch.manual_seed(0)
-    model = VisionTransformer().cuda().eval()
+    model = timm.create_model(options.model).cuda().eval()
     batches = [torch.rand(BATCH, 3, 224, 224, device="cuda") for _ in range(4)]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, TF32 {'on' if options.tf32 else 'off'}")
     print(

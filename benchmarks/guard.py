@@ -308,7 +308,9 @@ def main() -> None:
         cost(options.rounds, options.steps)
         return
     began = time.perf_counter()
-    results = list(everything(split(plan(options.what, options), 6), options.jobs))
+    results = list(
+        everything(split(plan(options.what, options), 1 if options.what == "batchnorm" else 6), options.jobs)
+    )
     if options.out is not None:
         options.out.write_text(json.dumps(results))
     {"collapse": collapse, "alarms": alarms, "batchnorm": batchnorm}[options.what](results)

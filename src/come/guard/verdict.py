@@ -29,8 +29,9 @@ from torch import Tensor
 from come.guard.signals import votes
 from come.inputs import answered, exact
 
-LIMIT, HEALTHY, WELL = 0.5, 0.6, 0.8
-"""Agreement below which a model has collapsed; from which it is healthy; from which its weights are worth keeping."""
+LIMIT, HEALTHY, WELL, TRIAL = 0.5, 0.6, 0.8, 0.9
+"""Agreement below which a model has collapsed; from which it is healthy; from which its weights are worth keeping; from which
+statistics of the batch that were given up are used again."""
 SURE, LOSS, LOSS_BY_STATISTICS = 0.85, 0.10, 0.04
 """Confidence from which the source is sure, and how much of it the adapted model may lose then."""
 UNSURE, MORE = 0.65, 1.2

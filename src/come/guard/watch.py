@@ -18,7 +18,7 @@ from come.errors import StateError
 from come.guard.config import Event, Guard
 from come.guard.samples import no_history
 from come.guard.signals import SIGNALS, Bands
-from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, SURE, WELL, Verdict, misled
+from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, SURE, TRIAL, WELL, Verdict, misled
 
 LAG = 2
 """After so many steps the signals of a step are read."""
@@ -233,7 +233,7 @@ class Watch:
         """Give back what a recovery has taken, if the model has been healthy since."""
         watch, events = self, []
         tried = found._replace(agreement=found.other)
-        if not watch.trusted and found.other >= HEALTHY and not misled(tried, True):
+        if not watch.trusted and found.other >= TRIAL and not misled(tried, True):
             watch = replace(watch, trusted=True)
             message = (
                 f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics (or the answers of the "
