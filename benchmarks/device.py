@@ -5,7 +5,8 @@
 ViT-B/16 (or --model) with random weights at 224 x 224, batches of 64, as in the paper's table (an RTX 4090). Runs with and
 without the guard take turns in blocks of ten steps and go on for `--steps` of them; methods that take a second or more for a
 step make fewer, and say how many. The guard's time has two parts: its checks, and the batches that it asks the source model
-about. How many these were is in the last column; a long stream has one in a hundred batches, but here there are six in the first eighty.
+about. How many these were is in the last column; a long stream has one in a hundred batches, but here there are six in the
+first eighty.
 """
 
 from __future__ import annotations
