@@ -1144,6 +1144,11 @@ def test_models_without_values():
         come.adapt(model, "tent")
 
 
+def test_wrappers_whose_weights_cannot_be_exchanged():
+    with pytest.raises(come.ModelError, match=r"adapt the plain module in it \(for DataParallel: model\.module\)"):
+        come.adapt(nn.DataParallel(tiny()), "tent")
+
+
 def test_inputs_without_values():
     adapter = come.adapt(tiny(), "tent")
     with pytest.raises(come.InputError, match="pass a dense tensor"):

@@ -266,6 +266,10 @@ def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
     kind = type(model).__name__
+    if isinstance(model, (nn.DataParallel, torch.jit.ScriptModule)):
+        raise ModelError(
+            f"{kind} cannot be called with other weights; adapt the plain module in it (for DataParallel: model.module)"
+        )
     for name, p in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(f"{name!r} of {kind} is not initialized (a lazy module); call the model on a batch first")
