@@ -279,7 +279,7 @@ class Adapter:
                 watch = replace(watch, asking=not asked, waiting=asked)
                 values.append(judged(found))
                 if guard.policy in ("recover", "freeze"):
-                    usable, answers = usable | (ctx.valid & answered(logits) & (logits != answers).any(dim=1)), logits
+                    answers, usable = logits, ctx.valid & answered(logits)
         signals = send(watch.steps, x.size, torch.cat(values), asked)
         watch = replace(watch, steps=watch.steps + 1, pending=(*watch.pending, signals))
         return self._cleaned(out, answers, usable, ctx), watch
