@@ -218,7 +218,7 @@ def _predicting_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
 
 def _an_error_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
     """In every forward of a step, in turn; afterwards the same batch gives the same numbers."""
-    data = batches(3)
+    data = batches(3, size=6)
     with make(model) as method:
         expected = _run(method, data)
     calls, fail_at = [0], [-1]
@@ -400,7 +400,7 @@ def _a_closed_adapter_answers_no_more(make: MethodFactory, model: nn.Module) -> 
 
 
 def _copies_and_pickles(make: MethodFactory, model: nn.Module) -> None:
-    data = batches(4)
+    data = batches(4, size=6)
     method = make(model)
     _run(method, data[:2])
     for twin in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
