@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.errors import InputError, require
+from come.errors import InputError, require, require_int
 
 __all__ = ["Augment", "augmix", "jitter"]
 
@@ -130,7 +130,7 @@ class augmix:  # noqa: N801
     than 256 pixels.
 
     Args:
-        severity: largest level, a whole number from 1 to 10.
+        severity: largest level, an integer from 1 to 10.
         width: number of chains, at least 1.
         depth: largest number of operations in a chain, at least 1.
         alpha: parameter of Dirichlet and Beta, > 0.
@@ -155,12 +155,9 @@ class augmix:  # noqa: N801
     flip: float = 0.5
 
     def __post_init__(self) -> None:
-        whole = {name: type(getattr(self, name)) is int for name in ("severity", "width", "depth")}
-        require(
-            whole["severity"] and 1 <= self.severity <= 10, "severity", self.severity, "a whole number from 1 to 10"
-        )
-        require(whole["width"] and self.width >= 1, "width", self.width, "a whole number of chains, at least 1")
-        require(whole["depth"] and self.depth >= 1, "depth", self.depth, "a whole number of operations, at least 1")
+        for name in ("severity", "width", "depth"):
+            require_int(name, getattr(self, name), 1)
+        require(self.severity <= 10, "severity", self.severity, "an integer <= 10")
         require(1e-6 <= self.alpha < math.inf, "alpha", self.alpha, "at least 1e-6 and finite")
         pair = isinstance(self.crop, tuple) and len(self.crop) == 2
         require(
