@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 import come
-from come.batchnorm import batch_norms, by_group, by_selection, following, mixed
+from come.batchnorm import by_group, by_selection, following, mixed
 from come.borrowed import Borrowed
 from come.heads import Head
 from come.images import Normalization
 from come.inputs import Inputs
-from come.select import nothing
+from come.select import BATCH_NORMS, nothing
+
+
+def batch_norms(model):
+    return [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
 def timm_model(name):

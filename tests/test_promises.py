@@ -236,6 +236,17 @@ def test_buffers_that_a_forward_writes_stay_as_they_were(tmp_path):
     assert torch.equal(resumed(batches(1)[0]), expected)
 
 
+def test_a_buffer_that_the_user_changes_is_used():
+    model = Counts()
+    adapter = come.adapt(model, "source")
+    x = batches(1)[0]
+    first = adapter(x)
+    model.calls.fill_(9.0)
+    assert not torch.equal(adapter(x), first)
+    model.register_buffer("calls", torch.zeros(1))
+    assert torch.equal(adapter(x), first)
+
+
 class Interrupting:
     """Raises KeyboardInterrupt at the n-th line that runs in the package or in torch's functional call."""
 

@@ -120,7 +120,7 @@ class Adapter:
         return Moment(self._source, moments, None, 0, watch)
 
     def _setup(self) -> dict[str, Any]:
-        ctx = self._context(self._now, self._fixed, torch.ones(1, dtype=torch.bool, device=self._borrowed.device), 1)
+        ctx = self._context(self._now, torch.ones(1, dtype=torch.bool, device=self._device))
         return self._running(lambda: self.method.setup(ctx))
 
     # ---- calling it ----
@@ -160,7 +160,7 @@ class Adapter:
 
             def run() -> Tensor:
                 now = self._now
-                ctx = self._context(now, self._fixed, torch.ones(x.size, dtype=torch.bool, device=self._device), x.size)
+                ctx = self._context(now, torch.ones(x.size, dtype=torch.bool, device=self._device))
                 if now.state is None:
                     ctx.state = self.method.initial_state(ctx, x)
                 if now.watch is not None and self._resting(now.watch):
@@ -197,13 +197,11 @@ class Adapter:
             now = self._forgotten(now)
         if self.guard is not None:
             now, events = self._read(now, self.guard)
-        watch, valid = now.watch, None
+        watch, valid = now.watch, torch.ones(x.size, dtype=torch.bool, device=self._device)
         if self.guard is not None and watch is not None:
             x, valid, history = judge(x, watch.history, self.guard.largest_input)
             watch = replace(watch, history=history)
-        everything = torch.ones(x.size, dtype=torch.bool, device=self._device)
-        now = replace(now, watch=watch)
-        ctx = self._context(now, self._fixed, everything if valid is None else valid.to(self._device), x.size)
+        ctx = self._context(now, valid.to(self._device))
         self.method.check(ctx, x, now.state is None)
         if now.state is None:
             now = replace(now, state=self.method.initial_state(ctx, x))
@@ -239,9 +237,8 @@ class Adapter:
             )
         weightless = not (self._borrowed.parameters or self._on_batch)
         watch, weights, more = watch.recovered(guard, collapse, weightless)
-        moments = {} if self._rule is None else self._rule.init(self._source)
-        now = Moment(self._source if weights is None else weights, moments, None, now.count, watch.counted(more))
-        return now, [*events, *more]
+        first = replace(self._first(), count=now.count, watch=watch.counted(more))
+        return first if weights is None else replace(first, weights=weights), [*events, *more]
 
     def _resting(self, watch: Watch) -> bool:
         """Whether the source model answers."""
@@ -320,16 +317,16 @@ class Adapter:
 
     # ---- parts of a step ----
 
-    def _context(self, now: Moment, fixed: dict[str, Any], valid: Tensor, batch: int) -> Context:
+    def _context(self, now: Moment, valid: Tensor) -> Context:
         scale = 1.0 if now.watch is None else now.watch.scale
-        rate = self.learning_rate(batch) * scale
+        rate = self.learning_rate(len(valid)) * scale
         seed = hashlib.sha256(f"{getattr(self.method, 'seed', 0)} {now.count}".encode()).digest()
         trusted = now.watch is None or now.watch.trusted
         return Context(
             self._borrowed,
             self._rule,
             self._source,
-            fixed,
+            self._fixed,
             weights=now.weights,
             moments=now.moments,
             state=now.state or {},
@@ -343,7 +340,7 @@ class Adapter:
 
     @property
     def _rule_of_statistics(self) -> str:
-        if not self.method.batch_statistics or not self._borrowed.layers():
+        if not (self.method.batch_statistics and self._borrowed.has_batch_norm):
             return "source"
         return self.method.statistics or ("batch" if self.guard is None else "mixed")
 
@@ -455,7 +452,7 @@ class Adapter:
 
     def learning_rate(self, batch: int) -> float:
         """The learning rate for a batch of that size, before the guard's factor."""
-        return self.method.learning_rate(batch, bool(self._borrowed.layers()))
+        return self.method.learning_rate(batch, self._borrowed.has_batch_norm)
 
     # ---- its life ----
 
@@ -572,13 +569,13 @@ class Adapter:
             return f"{type(method).__name__}({kind}, objective={method.objective!r})"
         if method.lr is not None:
             rate = f"{method.lr:g}"
-        elif self._borrowed.layers():
+        elif self._borrowed.has_batch_norm:
             rate = f"{method.paper_lr[1]:g} (the paper's for BatchNorm models)"
         else:
             scale = " x batch/64" if method.scales_lr else ""
             rate = f"{method.paper_lr[0]:g}{scale} (the paper's for models without BatchNorm)"
         size = sum(shape.numel() for shape in self._borrowed.shapes.values())
-        on_batch = f", BatchNorm statistics={self._rule_of_statistics}" if self._borrowed.layers() else ""
+        on_batch = f", BatchNorm statistics={self._rule_of_statistics}" if self._borrowed.has_batch_norm else ""
         return (
             f"{type(method).__name__}({kind}, objective={method.objective!r}, lr={rate}{on_batch}, "
             f"adapts {size:,} values in {len(self._borrowed.shapes)} tensors)"

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from come.errors import InputError
 from come.inputs import exact
-from come.select import BATCH_NORMS
 
 
 class Layer(NamedTuple):
@@ -34,17 +33,6 @@ class Layer(NamedTuple):
 
 Estimate = Callable[[Layer, Tensor], tuple[Tensor, Tensor]]
 Statistics = Union[Estimate, "mixed", Literal["batch"], None]
-
-
-def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
-    """All BatchNorm layers of `model`.
-
-    Example:
-        >>> len(batch_norms(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))))
-        1
-    """
-    # One type stands for all of them: what matters here, the running statistics, they have in common.
-    return [cast(nn.BatchNorm2d, module) for module in model.modules() if isinstance(module, BATCH_NORMS)]
 
 
 def normalizing(

@@ -56,7 +56,9 @@ class Borrowed:
         self._modules = list(model.modules())
         self._norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
         self._buffers = _buffers(model)
-        self._copies: dict[int, Tensor] = {}
+        self._watched = self._written_by_forward()
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
+        """By identity: a buffer of the model, its version, and the copy that the forward sees."""
         self._loan: list[tuple[Any, str, Any]] = []
         """What was changed for a step: (object, attribute, value before)."""
         self._hooks: list[Any] = []
@@ -134,6 +136,11 @@ class Borrowed:
 
     # ---- calling it ----
 
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether there are BatchNorm layers."""
+        return bool(self._norms)
+
     def layers(self) -> list[Layer]:
         """The BatchNorm layers with the source's statistics."""
         found = cast("Iterable[nn.BatchNorm2d]", self._norms.values())
@@ -149,6 +156,9 @@ class Borrowed:
                 self._set(p, "requires_grad", False)
         # Moving or casting a model gives it new buffers.
         self._buffers = [slot._replace(value=getattr(slot.owner, slot.attribute)) for slot in self._buffers]
+        self._watched = self._written_by_forward()
+        here = {id(slot.value) for slot in self._watched}
+        self._copies = {key: kept for key, kept in self._copies.items() if key in here}
 
     def give_back(self) -> None:
         """Put back whatever a step or a call has changed in the model."""
@@ -172,8 +182,8 @@ class Borrowed:
         """
         values = [part.to(p.dtype) for part, p in zip(self.split(weights), self.parameters.values(), strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
-        given |= {slot.name: self._copy(slot.value) for slot in self._watched()}
-        mark, known = len(self._loan), {key: copy._version for key, copy in self._copies.items()}
+        given |= {slot.name: self._copy(slot.value) for slot in self._watched}
+        mark, known = len(self._loan), {key: copy._version for key, (_, _, copy) in self._copies.items()}
         try:
             for register in hooks:
                 self._hooks.append(register())
@@ -188,24 +198,23 @@ class Borrowed:
             self._undo(mark)
             self._refresh(known)
 
-    def _watched(self) -> list[Slot]:
+    def _written_by_forward(self) -> list[Slot]:
         """Buffers that a forward in evaluation mode might write to; those of BatchNorm it does not."""
         return [slot for slot in self._buffers if not isinstance(slot.owner, BATCH_NORMS)]
 
     def _copy(self, buffer: Tensor) -> Tensor:
         """What the forward sees, and may write to, in place of a buffer."""
-        mine = self._copies.get(id(buffer))
-        if mine is None or mine.device != buffer.device or mine.dtype != buffer.dtype:
-            mine = self._copies[id(buffer)] = buffer.detach().clone()
-        return mine
+        kept = self._copies.get(id(buffer))
+        if kept is None or kept[0] is not buffer or kept[1] != buffer._version:  # the user may have changed it
+            kept = self._copies[id(buffer)] = (buffer, buffer._version, buffer.detach().clone())
+        return kept[2]
 
     def _refresh(self, known: dict[int, int]) -> None:
         """Discard what the forward has written into the copies of buffers."""
-        for slot in self._watched():
-            copy = self._copies.get(id(slot.value))
-            if copy is not None and copy._version != known.get(id(slot.value)):
+        for key, (buffer, _, copy) in self._copies.items():
+            if copy._version != known.get(key):
                 with torch.no_grad():
-                    copy.copy_(slot.value)
+                    copy.copy_(buffer)
 
     def _install(self, statistics: Statistics, batch: int) -> dict[str, Tensor]:
         """Prepare the BatchNorm layers; returns the buffers that they get for this call."""

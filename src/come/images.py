@@ -87,6 +87,15 @@ class Normalization:
         return _channels(self.mean, x.device, x.dtype), _channels(self.std, x.device, x.dtype)
 
 
+def same_size(images: Tensor, before: Tensor, where: str) -> None:
+    """Raise `InputError` unless images (B, C, H, W) have the size of those that `where` holds."""
+    if before.shape[1:] != images.shape[1:]:
+        raise InputError(
+            f"images are {tuple(images.shape[1:])}, those before were {tuple(before.shape[1:])}; {where} holds one size: "
+            "resize them, or reset() between sizes"
+        )
+
+
 @lru_cache(maxsize=64)  # building a CUDA tensor from Python scalars synchronizes
 def _channels(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):

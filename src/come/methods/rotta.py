@@ -33,7 +33,7 @@ from torch import Tensor
 from come.augment import Augment, jitter
 from come.batchnorm import Layer, batch_statistics, following
 from come.errors import InputError, require, require_int
-from come.images import MeanStd, Normalization
+from come.images import MeanStd, Normalization, same_size
 from come.inputs import Inputs
 from come.method import Context, Method, Step, converted, register
 from come.objectives import Softmax
@@ -101,12 +101,7 @@ class RoTTA(Method):
         self.normalization.check(images, "rotta", first)
         if sum(isinstance(value, Tensor) for value in x.values()) > 1:
             raise InputError("rotta remembers images only, but the batch holds other tensors too; pass images alone")
-        kept = ctx.state.get("images", images)
-        if kept.shape[1:] != images.shape[1:]:
-            raise InputError(
-                f"images are {tuple(images.shape[1:])}, those before were {tuple(kept.shape[1:])}; RoTTA's memory holds one "
-                "size: resize them, or reset() between sizes"
-            )
+        same_size(images, ctx.state.get("images", images), "RoTTA's memory")
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """An empty memory, a teacher that is the source, BatchNorm's own statistics."""

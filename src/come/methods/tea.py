@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from come.errors import ConfigError, InputError, require, require_int
-from come.images import MeanStd, Normalization
+from come.errors import ConfigError, require, require_int
+from come.images import MeanStd, Normalization, same_size
 from come.inputs import Inputs, exact
 from come.method import Context, Method, Step, converted, masked_mean, register
 
@@ -92,12 +92,7 @@ class TEA(Method):
         """The dreams are images of one size."""
         images = x.image("tea")
         self.normalization.check(images, "tea", first)
-        kept = ctx.state.get("buffer", images)
-        if kept.shape[1:] != images.shape[1:]:
-            raise InputError(
-                f"images are {tuple(images.shape[1:])}, those before were {tuple(kept.shape[1:])}; TEA's buffer holds one "
-                "size: resize them, or reset() between sizes"
-            )
+        same_size(images, ctx.state.get("buffer", images), "TEA's buffer")
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """A buffer of uniform noise."""
