@@ -19,7 +19,7 @@ import timm
 import torch
 
 import come
-from come import paper
+from come.bench import paper
 
 BATCH = 64
 BLOCK = 10

@@ -34,15 +34,15 @@ from typing import Any
 import torch
 
 from come.bench import Plan, RunFolder, run
+from come.bench.cli import app
 from come.bench.runner import Progress
-from come.cli import app
 from come.errors import ComeError
 
 PLAN = Plan(
     methods=("source", "tent", "sar"), corruptions=("fog", "contrast", "snow"), seeds=(0, 1), limit=64, batch_size=32
 )
 WARM = multiprocessing.get_context("forkserver")  # a clean process that has imported everything, and forks the runners
-WARM.set_forkserver_preload(["come.bench", "come.cli", "timm", "fontTools.ttLib", "PIL.ImageFile", "numpy.ma"])
+WARM.set_forkserver_preload(["come.bench", "come.bench.cli", "timm", "fontTools.ttLib", "PIL.ImageFile", "numpy.ma"])
 CHANGING = ("seconds", "seconds_waiting_for_data", "peak_memory_mb")
 FAULTS: dict[str, Callable[[Ground, int], Iterator[Row]]] = {}
 

@@ -44,11 +44,11 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as safetensors_bytes
 
 import come
-from come import cli, models, saving
-from come.bench import Plan, RunFolder
+from come import saving
+from come.bench import Plan, RunFolder, cli, models
 from come.bench import run as run_plan
-from come.cli import bench as bench_command
-from come.data import Geometry, Stream, open_source
+from come.bench.cli import bench as bench_command
+from come.bench.data import Geometry, Stream, open_source
 from come.testing import TinyClassifier
 
 SMALL = Geometry(size=32, resize=36)

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 import come
-from come import corruptions, models
-from come.data import Geometry, Stream, batches, open_source
+from come import corruptions
+from come.bench import models
+from come.bench.data import Geometry, Stream, batches, open_source
 
 RATES = (("tent", 10), ("tent", 30), ("eata", 30), ("sar", 100), ("deyo", 10), ("roid", 40))
 """Methods and how many times the paper's rate, so that a collapse comes within 75 batches."""

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import come
-from come import paper
+from come.bench import paper
 
 SIZES = (2, 4)
 FORWARD_ONLY = (16, 32)  # T3A's supports weigh as much as a few images: a straight line begins behind them

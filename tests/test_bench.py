@@ -17,12 +17,11 @@ import torch
 from PIL import Image
 
 import come
-from come import models
-from come.bench import Bench, Plan, Record, RunFolder, run
+from come.bench import Bench, Plan, Record, RunFolder, models, run
 from come.bench.cell import _rows
+from come.bench.data import Batch, DatasetSource, Stream
 from come.bench.plan import QUICK, parse_hyper
 from come.bench.runner import Progress
-from come.data import Batch, DatasetSource, Stream
 from come.testing import TinyClassifier
 
 SMALL = Plan(methods=("source", "tent"), corruptions=("fog", "snow"), limit=96, batch_size=32)

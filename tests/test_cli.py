@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 import come
-from come import cli
+from come.bench import cli
+from come.bench.cli import lists
+from come.bench.report import results_table, to_markdown, to_rich
 from come.bench.store import Record
-from come.cli import lists
-from come.report import results_table, to_markdown, to_rich
 
 
 def call(monkeypatch, capsys, *arguments):

@@ -7,7 +7,7 @@ import torch
 
 import come
 from come.bench import Plan, RunFolder, run
-from come.compare import Change, _holm, compare_runs
+from come.bench.compare import Change, _holm, compare_runs
 
 PLAN = Plan(
     methods=("source", "tent"),

@@ -21,11 +21,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import come
-from come import cli, models
+from come.bench import cli, models
 from come.bench.cell import _forget_peak, _peak_megabytes
-from come.cli.bench import read_plan
-from come.data import Geometry, Stream, batches, open_source, sources
-from come.models import Preprocess
+from come.bench.cli.bench import read_plan
+from come.bench.data import Geometry, Stream, batches, open_source, sources
+from come.bench.models import Preprocess
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import fuzz_files as fuzz

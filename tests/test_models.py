@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 import come
-from come import models
-from come.data import GlyphSource
+from come.bench import models
+from come.bench.data import GlyphSource
 
 
 @pytest.mark.parametrize("name", models.GLYPHS)
 def test_the_embedded_models_reach_what_they_claim(name):
-    about = json.loads((files("come") / "weights" / f"{name.replace('-', '_')}.json").read_text())
+    about = json.loads((files("come.bench") / "weights" / f"{name.replace('-', '_')}.json").read_text())
     assert about["clean_test_accuracy"] > 0.9
     model = models.load(name)
     loaded = GlyphSource(size=1000).load(range(1000))

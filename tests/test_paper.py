@@ -11,9 +11,10 @@ from typing import get_args
 import pytest
 
 import come
-from come import corruptions, paper
+from come import corruptions
+from come.bench import paper
+from come.bench.paper.published import Metric
 from come.objectives import Opinion, Softmax
-from come.paper.published import Metric
 
 METHODS = {"source", "pl", "t3a", "tea", "lame", "foa", "tent", "eata", "sar", "cotta", "memo"}
 WITH_OBJECTIVE = {"tent", "eata", "sar", "cotta", "memo"}
@@ -282,10 +283,10 @@ def test_unknown_names_are_answered_with_similar_ones():
 
 
 def test_the_data_is_small_and_needs_nothing_heavy():
-    assert len((files("come") / "paper" / "tables.json").read_bytes()) < 100_000
+    assert len((files("come.bench") / "paper" / "tables.json").read_bytes()) < 100_000
     code = (
-        "import sys, come.paper\n"
-        "come.paper.get('standard')\n"
+        "import sys, come.bench.paper\n"
+        "come.bench.paper.get('standard')\n"
         "heavy = {'timm', 'torchvision', 'matplotlib', 'typer', 'transformers', 'rich', 'PIL'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

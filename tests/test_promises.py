@@ -433,8 +433,8 @@ def test_a_model_that_is_broken_from_the_start_is_refused():
 def resnet():
     """The embedded BatchNorm model and clean images: (model, images, labels, labels of the source)."""
     from come import models
-    from come.data import Geometry, Stream, open_source
-    from come.data import batches as load
+    from come.bench.data import Geometry, Stream, open_source
+    from come.bench.data import batches as load
 
     model = models.load("glyphs-resnet")
     p = model.preprocess
@@ -519,8 +519,8 @@ def test_a_model_that_rightly_names_one_class_is_not_condemned_where_the_source_
 
 def test_roid_on_a_class_sorted_stream_raises_no_alarm():
     from come import models
-    from come.data import Geometry, Stream, open_source
-    from come.data import batches as load
+    from come.bench.data import Geometry, Stream, open_source
+    from come.bench.data import batches as load
 
     model = models.load("glyphs-vit")
     p = model.preprocess

@@ -15,10 +15,7 @@ import pytest
 import torch
 
 from come.bench.cell import Cell
-from come.bench.store import RunFolder
-from come.errors import ConfigError, InputError, StateError
-from come.metrics import summary
-from come.report import (
+from come.bench.report import (
     configurations,
     metrics_table,
     results_table,
@@ -30,10 +27,13 @@ from come.report import (
     write_figures,
     write_html,
 )
-from come.report.findings import changes, collapses, headline, missing
-from come.report.panels import MEASURES, costs, draw_cost, drawing, looks, new_figure
-from come.report.reading import read
-from come.report.tables import METRICS, Entry, Row, Table
+from come.bench.report.findings import changes, collapses, headline, missing
+from come.bench.report.panels import MEASURES, costs, draw_cost, drawing, looks, new_figure
+from come.bench.report.reading import read
+from come.bench.report.tables import METRICS, Entry, Row, Table
+from come.bench.store import RunFolder
+from come.errors import ConfigError, InputError, StateError
+from come.metrics import summary
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -381,7 +381,7 @@ def test_matplotlib_is_imported_late_and_left_as_it_was(small, tmp_path):
     code = f"""
 import sys
 from come.bench import RunFolder
-from come.report import write_figures
+from come.bench.report import write_figures
 assert "matplotlib" not in sys.modules
 import matplotlib
 settings = lambda: {{k: matplotlib.rcParams[k] for k in matplotlib.rcParams if k != "backend"}}  # to ask for that sets it

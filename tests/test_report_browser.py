@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from come.bench.cell import Cell
+from come.bench.report import write_html
 from come.bench.store import RunFolder
 from come.metrics import summary
-from come.report import write_html
 
 NEEDED = {
     "selenium": importlib.util.find_spec("selenium"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import come
-from come import corruptions, paper, reproduce
-from come.bench import Record, run
-from come.reproduce import EXPERIMENTS, Comparison, Line, comparable, compare
+from come import corruptions
+from come.bench import Record, paper, run
+from come.bench.paper import experiments
+from come.bench.paper.experiments import EXPERIMENTS, Comparison, Line, comparable, compare
 
 
 def test_every_table_of_the_paper_is_regenerated_by_something():
@@ -39,14 +40,14 @@ def test_every_plan_is_the_papers(name):
 
 
 def test_options_win():
-    plan = reproduce.get("ablation").plan(limit=10, seeds=(1, 2), model="glyphs-resnet", methods=None)
+    plan = experiments.get("ablation").plan(limit=10, seeds=(1, 2), model="glyphs-resnet", methods=None)
     assert (plan.limit, plan.seeds, plan.model, plan.methods) == (10, (1, 2), "glyphs-resnet", ("tent",))
     assert len(plan.objectives) == 4
 
 
 def test_unknown_name():
     with pytest.raises(come.ConfigError, match="did you mean 'ablation'"):
-        reproduce.get("ablaton")
+        experiments.get("ablaton")
 
 
 def record(method, objective, metrics, setting="standard", **result):
@@ -103,7 +104,7 @@ def test_agreement():
 
 
 def test_the_ablation_end_to_end(tmp_path):
-    plan = reproduce.get("ablation").plan(limit=64, corruptions=("fog", "contrast"))
+    plan = experiments.get("ablation").plan(limit=64, corruptions=("fog", "contrast"))
     records = run(plan, tmp_path / "run")
     found = compare(paper.get("ablation"), records)
     assert {(c.domain, c.metric) for c in found} == {(d, m) for d in ("average", "worst") for m in ("accuracy", "fpr")}

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import come
-from come import settings
-from come.bench import Bench, Plan, RunFolder, run
-from come.data import GlyphOutlierSource, GlyphSource, Stream, batches
-from come.data.streams import OUTLIER
-from come.models import Preprocess
-from come.report import findings, reading
-from come.settings import World
+from come.bench import Bench, Plan, RunFolder, run, settings
+from come.bench.data import GlyphOutlierSource, GlyphSource, Stream, batches
+from come.bench.data.streams import OUTLIER
+from come.bench.models import Preprocess
+from come.bench.report import findings, reading
+from come.bench.settings import World
 
 LABELS = [i % 4 for i in range(40)]
 WORLD = World("glyphs:40", 40, ("fog", "snow", "contrast"), labels=lambda: LABELS)

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from come.data.glyphs import MEAN, STD, Glyphs
-from come.models import build_glyphs
+from come.bench.data.glyphs import MEAN, STD, Glyphs
+from come.bench.models import build_glyphs
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "vit": {

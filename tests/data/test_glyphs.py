@@ -19,10 +19,10 @@ import torch
 pytest.importorskip("PIL")
 pytest.importorskip("matplotlib")
 
-from come.data import glyphs_fonts as fonts
-from come.data import glyphs_render as render
-from come.data import glyphs_textures as textures
-from come.data.glyphs import MEAN, STD, GlyphOutliers, Glyphs
+from come.bench.data import glyphs_fonts as fonts
+from come.bench.data import glyphs_render as render
+from come.bench.data import glyphs_textures as textures
+from come.bench.data.glyphs import MEAN, STD, GlyphOutliers, Glyphs
 
 GOLDEN_LABELS = [99, 42, 4, 90, 82, 18, 58, 87]
 GOLDEN_MEANS = [43.8, 90.61, 75.83, 57.88, 117.58, 186.39, 197.21, 155.98]
@@ -82,7 +82,7 @@ def test_item_depends_neither_on_size_nor_on_global_generators_nor_on_threads() 
 
 def test_another_process_draws_the_same_images() -> None:
     code = (
-        "import hashlib; from come.data.glyphs import Glyphs, GlyphOutliers;"
+        "import hashlib; from come.bench.data.glyphs import Glyphs, GlyphOutliers;"
         "parts = [Glyphs('source', 200, 7).batch([150, 3, 42]), GlyphOutliers('near', 9, 7).batch([8])];"
         "print(hashlib.sha256(b''.join(x.numpy().tobytes() for p in parts for x in p)).hexdigest())"
     )

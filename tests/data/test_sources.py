@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 import come
+from come.bench.data import Account, DatasetSource, Geometry, GlyphSource, Stream, batches, open_source
+from come.bench.models import Preprocess
 from come.corruptions import corrupt
-from come.data import Account, DatasetSource, Geometry, GlyphSource, Stream, batches, open_source
-from come.models import Preprocess
 
 SMALL = Geometry(size=32, resize=36)
 

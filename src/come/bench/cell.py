@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from come import objectives, settings
+from come import objectives
 from come.adapter import UNKNOWN, Adapter
-from come.data import Account, Batch, Source, batches
+from come.bench import settings
+from come.bench.data import Account, Batch, Source, batches
+from come.bench.models import Model
 from come.errors import ComeError, InputError
 from come.guard import Event
 from come.inputs import answered
 from come.method import Step
 from come.methods import get as get_method
 from come.metrics import SCORES, brier, fpr, nll, summary
-from come.models import Model
 from come.objectives import Objective
 
 Rows = dict[str, Tensor]

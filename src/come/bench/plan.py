@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
-from come import corruptions, methods, objectives, settings
+from come import corruptions, methods, objectives
+from come.bench import settings
 from come.bench.cell import Cell
 from come.errors import ConfigError, require, require_int, unknown
 from come.registry import literal, parse

@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import torch
 
-from come import models
 from come.adapter import Adapter, adapt
+from come.bench import models
 from come.bench.cell import Cell, UnfitError, run_cell, surroundings
+from come.bench.data import Geometry, Source, open_source
+from come.bench.data.sources import OnBadImage
+from come.bench.data.streams import OUTLIER, Stream
 from come.bench.plan import Plan
+from come.bench.settings import Episode
 from come.bench.store import Record, RunFolder
-from come.data import Geometry, Source, open_source
-from come.data.sources import OnBadImage
-from come.data.streams import OUTLIER, Stream
 from come.errors import InputError, ModelError
 from come.guard import Event, Guard
 from come.methods import get as get_method
-from come.settings import Episode
 
 
 class Progress:
@@ -62,7 +62,7 @@ class Bench:
         device: where.
         workers: processes that decode images.
         on_bad_image: "raise" or "skip".
-        source: a source to use in place of opening `plan.data` (any torch Dataset, through `come.data.DatasetSource`).
+        source: a source to use in place of opening `plan.data` (any torch Dataset, through `come.bench.data.DatasetSource`).
         model: a model to use in place of loading `plan.model`.
         streams: manifests to replay in place of the setting's own streams.
     """
@@ -255,8 +255,8 @@ def run(
         out: the run folder; what is done there is not run again.
         device: where to run.
         workers: processes that decode images.
-        source: your own data, e.g. `come.data.DatasetSource(dataset, num_classes=10, name="mine")`.
-        model: your own model, `come.models.Model(name, module, preprocess, num_classes)`.
+        source: your own data, e.g. `come.bench.data.DatasetSource(dataset, num_classes=10, name="mine")`.
+        model: your own model, `come.bench.models.Model(name, module, preprocess, num_classes)`.
         progress: who watches.
 
     Example:

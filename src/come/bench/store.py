@@ -29,10 +29,11 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from come import corruptions, paper
+from come import corruptions
+from come.bench import paper
 from come.bench.cell import Cell, Rows, domain_metrics
+from come.bench.data.streams import Stream
 from come.bench.parts import check_parts
-from come.data.streams import Stream
 from come.errors import ComeError, StateError
 from come.files import replacing, settle
 from come.version import __version__

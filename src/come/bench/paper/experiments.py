@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from come import corruptions, paper
-from come.bench import Plan, Record
+from come import corruptions
+from come.bench import Plan, Record, paper
+from come.bench.paper import PaperTable
 from come.bench.plan import QUICK
 from come.errors import unknown
-from come.paper import PaperTable
 
 PAPER_MODELS = {"ViT-B/16": "timm:vit_base_patch16_224", "ResNet-50-BN": "timm:resnet50"}
 GLYPH_MODELS = {"ViT-B/16": "glyphs-vit", "ResNet-50-BN": "glyphs-resnet"}

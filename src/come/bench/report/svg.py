@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from come.report.panels import BETTER, FAINT, INK, NO_DATE, OUTLIER, PALETTE, RIGHT, SOFT, WORSE, WRONG
+from come.bench.report.panels import BETTER, FAINT, INK, NO_DATE, OUTLIER, PALETTE, RIGHT, SOFT, WORSE, WRONG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

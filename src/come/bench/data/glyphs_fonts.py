@@ -1,4 +1,4 @@
-"""Characters, fonts and rasterized masks behind :mod:`come.data.glyphs`.
+"""Characters, fonts and rasterized masks behind :mod:`come.bench.data.glyphs`.
 
 The fonts are those that ship with matplotlib (DejaVu, STIX and Computer Modern, all freely licensed). Which
 characters a font really has is read from its own ``cmap`` table, so a missing character is never drawn as a

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from come.data.glyphs_fonts import CLASSES, NEAR, Atlas, find_fonts
-from come.data.glyphs_render import CHARACTER_NUMBERS, TEXTURE_NUMBERS, render_characters, render_textures
-from come.data.glyphs_textures import SIDE, random_rows
+from come.bench.data.glyphs_fonts import CLASSES, NEAR, Atlas, find_fonts
+from come.bench.data.glyphs_render import CHARACTER_NUMBERS, TEXTURE_NUMBERS, render_characters, render_textures
+from come.bench.data.glyphs_textures import SIDE, random_rows
 
 __all__ = ["MEAN", "STD", "GlyphOutliers", "Glyphs"]
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
+from come.bench.report import results_table, to_rich
 from come.bench.runner import Progress
-from come.report import results_table, to_rich
 
 
 def run_watched(console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False) -> list[Record]:

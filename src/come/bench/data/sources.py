@@ -24,8 +24,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from come.bench.data.glyphs import GlyphOutliers, Glyphs
 from come.corruptions import names as corruption_names
-from come.data.glyphs import GlyphOutliers, Glyphs
 from come.errors import InputError, unknown
 
 OnBadImage = Literal["raise", "skip"]
@@ -411,7 +411,7 @@ def _open_torchvision(name: str, rest: str, geometry: Geometry, on_bad_image: On
     count = getattr(data, "num_classes", None) if classes is None else len(classes)
     if not isinstance(count, int):
         raise InputError(
-            f"torchvision's {kind} does not say how many classes it has; wrap it in come.data.DatasetSource"
+            f"torchvision's {kind} does not say how many classes it has; wrap it in come.bench.data.DatasetSource"
         )
     return _TorchvisionSource(data, num_classes=count, name=name, geometry=geometry)
 

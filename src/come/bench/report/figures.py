@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from come.bench.report import panels as draw
+from come.bench.report.reading import KINDS, Piece, Reading, Way, read
+from come.bench.report.tables import one_configuration
 from come.bench.store import Record, RunFolder
 from come.errors import StateError, unknown
 from come.files import replacing
-from come.report import panels as draw
-from come.report.reading import KINDS, Piece, Reading, Way, read
-from come.report.tables import one_configuration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

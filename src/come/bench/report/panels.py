@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from come.bench.report.labels import place_labels
+from come.bench.report.reading import BINS, KINDS, STRETCHES, Numbers, Piece, Way, along
+from come.bench.report.tables import AVERAGE, SHORT, entries, objectives_of, pair_of
 from come.bench.store import Record
-from come.report.labels import place_labels
-from come.report.reading import BINS, KINDS, STRETCHES, Numbers, Piece, Way, along
-from come.report.tables import AVERAGE, SHORT, entries, objectives_of, pair_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

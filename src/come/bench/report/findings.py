@@ -8,9 +8,8 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from come.bench.store import Record
-from come.report.reading import Piece
-from come.report.tables import (
+from come.bench.report.reading import Piece
+from come.bench.report.tables import (
     AVERAGE,
     METRICS,
     SUBSTANTIAL,
@@ -21,6 +20,7 @@ from come.report.tables import (
     objectives_of,
     pair_of,
 )
+from come.bench.store import Record
 
 WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 

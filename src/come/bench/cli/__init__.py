@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from come.cli import bench, lists, reports, reproduce
-from come.cli.app import app
+from come.bench.cli import bench, lists, reports, reproduce
+from come.bench.cli.app import app
 from come.errors import ComeError
 
 __all__ = ["app", "main"]

@@ -13,10 +13,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from come.bench import RunFolder
-from come.compare import LEVEL, compare_runs
-from come.errors import InputError, unknown
-from come.metrics import SCORES
-from come.report import (
+from come.bench.compare import LEVEL, compare_runs
+from come.bench.report import (
     results_table,
     to_csv,
     to_json,
@@ -26,6 +24,8 @@ from come.report import (
     write_figures,
     write_html,
 )
+from come.errors import InputError, unknown
+from come.metrics import SCORES
 
 FIGURE_FORMATS = ("pdf", "png", "svg")
 FORMATS = {"md": to_markdown, "latex": to_latex, "csv": to_csv, "json": to_json}

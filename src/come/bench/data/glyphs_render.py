@@ -1,4 +1,4 @@
-"""Drawing of the images of :mod:`come.data.glyphs`: colours, clutter, characters, textures alone.
+"""Drawing of the images of :mod:`come.bench.data.glyphs`: colours, clutter, characters, textures alone.
 
 Everything here is vectorized over a batch, and each image is a pure function of its own row of random
 numbers. Only single IEEE operations with a defined rounding are used (add, multiply, divide, square root,
@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from come.data.glyphs_fonts import CANVAS, INK, Atlas
-from come.data.glyphs_textures import SIDE, Fields, Stream, X, Y, column, unit, upsample
+from come.bench.data.glyphs_fonts import CANVAS, INK, Atlas
+from come.bench.data.glyphs_textures import SIDE, Fields, Stream, X, Y, column, unit, upsample
 
 __all__ = [
     "CHARACTER_NUMBERS",

@@ -128,7 +128,7 @@ def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def _glyphs(name: str) -> Model:
-    folder = files("come") / "weights"
+    folder = files("come.bench") / "weights"
     about = json.loads((folder / f"{name.replace('-', '_')}.json").read_text())
     module = build_glyphs(about["model"], about["arguments"])
     state = load_safetensors((folder / f"{name.replace('-', '_')}.safetensors").read_bytes())

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from come.bench.report.tables import results_table, to_markdown
 from come.bench.store import Record
 from come.errors import StateError
 from come.files import replacing
-from come.report.tables import results_table, to_markdown
 
 
 def write_report(records: Sequence[Record], path: Path, command: Sequence[str] = ()) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from come.bench.data.sources import Loaded, Source
+from come.bench.data.streams import OUTLIER, Stream
 from come.corruptions import corrupt
-from come.data.sources import Loaded, Source
-from come.data.streams import OUTLIER, Stream
 from come.errors import ComeError
 
 
@@ -99,8 +99,8 @@ def batches(
     the consumer waited for data: on a GPU it must stay a small share, and every record says how large it was.
 
     Example:
-        >>> from come.data import GlyphSource
-        >>> from come.models import Preprocess
+        >>> from come.bench.data import GlyphSource
+        >>> from come.bench.models import Preprocess
         >>> source = GlyphSource(size=100)
         >>> stream = Stream.shuffled("glyphs", 100, corruption="fog", severity=5, seed=0)
         >>> [len(b.labels) for b in batches(source, stream, Preprocess(32), batch_size=64)]

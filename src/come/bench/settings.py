@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from come.data.streams import OUTLIER, Stream, shuffle
+from come.bench.data.streams import OUTLIER, Stream, shuffle
 from come.errors import ConfigError, InputError
 from come.registry import Registry
 
@@ -112,7 +112,7 @@ def get(name: str) -> Setting:
 def register(setting: Setting) -> Setting:
     """Make a setting available under its name, here and on the command line."""
     if not isinstance(setting, Setting):
-        raise ConfigError(f"{setting!r} is not a come.settings.Setting")
+        raise ConfigError(f"{setting!r} is not a come.bench.settings.Setting")
     _registry.add(setting.name, setting)
     return setting
 

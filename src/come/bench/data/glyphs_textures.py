@@ -1,4 +1,4 @@
-"""Random numbers and grey textures for :mod:`come.data.glyphs_render`, under its rule of exact operations."""
+"""Random numbers and grey textures for :mod:`come.bench.data.glyphs_render`, under its rule of exact operations."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from come import corruptions, methods, models, objectives
-from come.bench import Bench, Cell, Plan, RunFolder
+from come import corruptions, methods, objectives
+from come.bench import Bench, Cell, Plan, RunFolder, models
+from come.bench.cli.watch import run_watched
+from come.bench.data.streams import SEEDS, Stream
 from come.bench.plan import PRESETS, parse_hyper, preset
+from come.bench.report import results_table, to_rich, write_html, write_report
 from come.bench.store import method_rank
-from come.cli.watch import run_watched
-from come.data.streams import SEEDS, Stream
 from come.errors import ConfigError, InputError, require, unknown
 from come.metrics import SCORES
-from come.report import results_table, to_rich, write_html, write_report
 
 MAX_CONFIG = 2**20
 """Characters of a configuration file."""

@@ -1,8 +1,8 @@
 """Sources of images, streams made of them, and the way from a stream to batches on a device."""
 
-from come.data.glyphs import GlyphOutliers, Glyphs
-from come.data.loading import Account, Batch, batches
-from come.data.sources import (
+from come.bench.data.glyphs import GlyphOutliers, Glyphs
+from come.bench.data.loading import Account, Batch, batches
+from come.bench.data.sources import (
     CifarCSource,
     DatasetSource,
     FolderSource,
@@ -14,7 +14,7 @@ from come.data.sources import (
     Source,
     open_source,
 )
-from come.data.streams import Stream
+from come.bench.data.streams import Stream
 
 __all__ = [
     "Account",

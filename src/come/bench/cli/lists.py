@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from come import corruptions, methods, models, objectives, settings
-from come.data.sources import DESCRIPTIONS as DATA
-from come.data.sources import OPENERS
+from come import corruptions, methods, objectives
+from come.bench import models, settings
+from come.bench.data.sources import DESCRIPTIONS as DATA
+from come.bench.data.sources import OPENERS
 from come.errors import unknown
 from come.method import Method
 

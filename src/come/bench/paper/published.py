@@ -261,7 +261,7 @@ def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
 
 @cache
 def _tables() -> dict[str, PaperTable]:
-    text = (files("come") / "paper" / "tables.json").read_text(encoding="utf-8")
+    text = (files("come.bench") / "paper" / "tables.json").read_text(encoding="utf-8")
     return {raw["name"]: _table(raw) for raw in json.loads(text)}
 
 

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
-from come.bench.store import Record, RunFolder
-from come.errors import StateError
-from come.files import replacing
-from come.report import panels as draw
-from come.report.findings import changes, collapses, extremes, headline, missing, recoveries
-from come.report.reading import KINDS, Piece, Reading, Way, read
-from come.report.svg import inline
-from come.report.tables import (
+from come.bench.report import panels as draw
+from come.bench.report.findings import changes, collapses, extremes, headline, missing, recoveries
+from come.bench.report.reading import KINDS, Piece, Reading, Way, read
+from come.bench.report.svg import inline
+from come.bench.report.tables import (
     METRICS,
     SHARED,
     Entry,
@@ -32,6 +29,9 @@ from come.report.tables import (
     pair_of,
     results_table,
 )
+from come.bench.store import Record, RunFolder
+from come.errors import StateError
+from come.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def page(folder: RunFolder, records: Sequence[Record], path: Path, command: Sequ
     found = read(folder, records)
     cell = records[0].cell
     title = f"{cell['model']} on {cell['data']}"
-    style, script = (files("come.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    style, script = (files("come.bench.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
         ("finding", "Finding", _finding(records, found.pieces)),

@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 
-from come.report.tables import Entry, Table
+from come.bench.report.tables import Entry, Table
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
@@ -24,7 +24,7 @@ def to_latex(table: Table) -> str:
     Substantial changes are bold, as in the Markdown table. All text is escaped.
 
     Example:
-        >>> from come.report.tables import Row
+        >>> from come.bench.report.tables import Row
         >>> entry = Entry(52.13, 0.4)
         >>> print(to_latex(Table("A & B", ("Fog",), (Row("tent", "em", (entry,), "em"),), (("fog", "accuracy"),))))
         \begin{table}
@@ -76,7 +76,7 @@ def to_csv(table: Table) -> str:
     with one seed; the mean is empty where a cell is missing. Differences are left to whoever reads it.
 
     Example:
-        >>> from come.report.tables import Row
+        >>> from come.bench.report.tables import Row
         >>> table = Table("", ("Fog",), (Row("tent", "em", (Entry(52.13),), "em"),), (("fog", "accuracy"),))
         >>> print(to_csv(table), end="")
         method,objective,domain,metric,mean,spread,seeds
@@ -93,7 +93,7 @@ def to_json(table: Table) -> str:
     """The same numbers as `to_csv`, as `{"title": ..., "numbers": [...]}` with null where there is none.
 
     Example:
-        >>> from come.report.tables import Row
+        >>> from come.bench.report.tables import Row
         >>> table = Table("T", ("Fog",), (Row("tent", "em", (None,), "em"),), (("fog", "accuracy"),))
         >>> json.loads(to_json(table))["numbers"][0]["mean"] is None
         True

@@ -11,15 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from come import paper
-from come.bench import Bench, RunFolder
+from come.bench import Bench, RunFolder, paper
+from come.bench.cli.watch import run_watched
+from come.bench.paper.experiments import EXPERIMENTS, Comparison, Experiment, comparable, get
+from come.bench.paper.experiments import compare as lay_beside
 from come.bench.plan import Plan
-from come.cli.watch import run_watched
+from come.bench.report import results_table, to_rich, write_figures, write_html, write_report
 from come.errors import ConfigError, StateError
 from come.files import replacing
-from come.report import results_table, to_rich, write_figures, write_html, write_report
-from come.reproduce import EXPERIMENTS, Comparison, Experiment, comparable, get
-from come.reproduce import compare as lay_beside
 
 
 def reproduce(
