@@ -28,7 +28,7 @@ from torch import Tensor
 import come
 from come import corruptions
 from come.bench import models
-from come.bench.data import Geometry, Stream, batches, open_source
+from come.bench.data import Stream, batches, open_source
 
 RATES = (("tent", 10), ("tent", 30), ("eata", 30), ("sar", 100), ("deyo", 10), ("roid", 40))
 """Methods and how many times the paper's rate, so that a collapse comes within 75 batches."""
@@ -50,7 +50,7 @@ class Data(NamedTuple):
         """Model, preprocessing, images and labels."""
         model = models.load(self.model)
         p, name = model.preprocess, f"glyphs:{self.size}"
-        source = open_source(name, Geometry(p.size, p.resize, p.interpolation))
+        source = open_source(name, p)
         clean = self.corruption == "clean"
         stream = Stream.shuffled(
             name,

@@ -13,6 +13,36 @@ os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
 
 
+class Conformance:
+    """What the recorded trajectories have found, from whichever process, printed at the end."""
+
+    def __init__(self):
+        self.found = {}
+
+    def pytest_runtest_logreport(self, report):
+        for name, found in report.user_properties:
+            if name == "conformance" and found["compared"]:
+                old = self.found.get(found["case"], found)
+                self.found[found["case"]] = max(old, found, key=lambda one: one["error"])
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.found:
+            terminalreporter.section("conformance with the published implementations")
+            total = next(iter(self.found.values()))["of"]
+            terminalreporter.write_line(
+                f"{len(self.found)} of {total} recorded cases compared; largest error / tolerance:"
+            )
+            worst = {}
+            for one in self.found.values():
+                worst[one["method"]] = max(worst.get(one["method"], (0.0, "")), (one["error"], one["where"]))
+            for method, (ratio, where) in sorted(worst.items()):
+                terminalreporter.write_line(f"  {method:<10} {ratio:5.2f}  {where}")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Conformance())
+
+
 class Build:
     """Puts a method around a tiny model as a user would, with source batches and the normalization where it takes them."""
 

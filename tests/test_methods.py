@@ -231,7 +231,7 @@ def test_t3a_forgets_the_most_uncertain():
     for x in batches(4):
         adapter(x)
         assert (adapter.state["entropy"].diff(dim=1).nan_to_num() >= 0).all()
-    assert adapter.state["support"].shape == (CLASSES, 2, 8)  # however long the stream is
+    assert adapter.state["support"].shape == (CLASSES, 2, 32)  # however long the stream is
 
 
 @pytest.mark.parametrize("affinity", ["knn", "rbf", "linear"])

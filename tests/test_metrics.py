@@ -39,7 +39,6 @@ from come.metrics import (
     fpr95,
     labelled_mean,
     nll,
-    paired_difference,
     summary,
     trajectory,
     uniform_cross_entropy,
@@ -228,28 +227,6 @@ def test_dominant_share():
     assert dominant_share(torch.tensor([4])) == 1.0
 
 
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 9), st.integers(0, 9))
-@settings(deadline=None, max_examples=100)
-def test_paired_difference(only_a, only_b, both, neither):
-    binomtest = pytest.importorskip("scipy.stats").binomtest
-    a = torch.tensor([True] * only_a + [False] * only_b + [True] * both + [False] * neither, dtype=torch.bool)
-    b = torch.tensor([False] * only_a + [True] * only_b + [True] * both + [False] * neither, dtype=torch.bool)
-    found = paired_difference(a, b)
-    assert (found.only_a, found.only_b) == (only_a, only_b)
-    assert found.p == pytest.approx(binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0, rel=1e-9)
-    assert found.difference == pytest.approx((b.double().sum() - a.double().sum()).item() / max(len(a), 1), **close)
-    swapped = paired_difference(b, a)
-    assert (swapped.difference, swapped.p) == (-found.difference, found.p)
-
-
-def test_paired_difference_of_large_sets():
-    binomtest = pytest.importorskip("scipy.stats").binomtest
-    a = torch.arange(20_000) < 9800
-    found = paired_difference(a, ~a)
-    assert found.p == pytest.approx(binomtest(9800, 20_000).pvalue, rel=1e-9)
-    assert paired_difference(torch.zeros(20_000), torch.ones(20_000)).p == 0.0  # 2 ** -19999
-
-
 METRICS = {
     "fpr": fpr,
     "fpr95": fpr95,
@@ -329,9 +306,7 @@ def test_accuracy_and_means_over_labelled_samples():
     assert math.isnan(labelled_mean(torch.ones(2), torch.tensor([-1, -1])))
     assert labelled_mean(torch.tensor([1.0, 5.0]), torch.tensor([-1, 3])) == 5.0
     assert dominant_share(torch.zeros(0, dtype=torch.int64)) == 0.0
-    assert paired_difference(NOTHING, NOTHING) == (0.0, 1.0, 0, 0)
-    assert paired_difference(YES, YES) == (0.0, 1.0, 0, 0)
-    for metric in (accuracy, labelled_mean, paired_difference):
+    for metric in (accuracy, labelled_mean):
         with pytest.raises(come.InputError, match=r"has shape \(2,\) and \w+ has shape \(3,\)"):
             metric(torch.ones(2), torch.ones(3))
     with pytest.raises(come.InputError, match=r"prediction has shape \(2, 2\)"):

@@ -180,8 +180,14 @@ def test_four_combinations_of_the_ablation_differ():
         (lambda: Opinion(evidence="tanh"), "evidence must be one of exp, exp-1, relu, softplus, got 'tanh'"),
         (lambda: Opinion(eps=-1e-7), r"eps must be in \[0, 1\), got -1e-07"),
         (lambda: come.objectives.get("comme"), "no objective 'comme'; did you mean 'come'"),
-        (lambda: come.objectives.get(3), "give a name .* or an instance"),
-        (lambda: come.objectives.register("x", Opinion), "register an instance"),
+        (
+            lambda: come.objectives.get(3),
+            r"objective must be a name \(em, come.*\) or an instance of come\.Objective, got 3",
+        ),
+        (
+            lambda: come.objectives.register("x", Opinion),
+            "objective 'x' must be an instance of come.Objective, got the class Opinion",
+        ),
         (lambda: Softmax().entropy(torch.zeros(3, 1)), r"shape \(3, 1\); the last axis needs K >= 2"),
         (lambda: Softmax().entropy(torch.zeros(3, 2, dtype=torch.int64)), "int64; they must be floating point"),
     ],

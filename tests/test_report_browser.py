@@ -9,14 +9,15 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from come.bench.cell import Cell
 from come.bench.report import write_html
-from come.bench.store import RunFolder
-from come.metrics import summary
+
+sys.path.append(str(Path(__file__).parent / "harness"))
+from made_up import PAIRS, grid
 
 NEEDED = {
     "selenium": importlib.util.find_spec("selenium"),
@@ -33,38 +34,15 @@ PHONE, DESK = 390, 1280
 
 def write_run(path, pairs, domains, **more):
     """A run of made-up cells, and its page."""
-    folder = RunFolder(path)
-    for i, (method, objective) in enumerate(pairs):
-        for j, domain in enumerate(domains):
-            draw = torch.Generator().manual_seed(100 * i + j)
-            label = torch.randint(0, 10, (256,), generator=draw)
-            right = torch.rand(256, generator=draw) < 0.3 + 0.1 * i
-            confidence = (0.3 * right + 0.7 * torch.rand(256, generator=draw)).clamp(0, 1)
-            rows = {
-                "label": label, "prediction": torch.where(right, label, 0), "confidence": confidence, "norm": 9 + confidence,
-                "entropy": 2 - confidence, "uncertainty": 1 - confidence, "used": right,
-                "domain": torch.zeros(256, dtype=torch.int16), "kind": torch.zeros(256, dtype=torch.int16),
-                "index": torch.arange(256), "finite": torch.ones(256, dtype=torch.bool),
-                **{name: k + confidence for k, name in enumerate(("msp", "energy", "nll", "brier"))},
-            }  # fmt: skip
-            cell = Cell(
-                **{"model": "vit", "data": "glyphs", **more}, size=256, setting="standard", corruptions=(domain,),
-                severity=5, method=method, objective=objective,
-            )  # fmt: skip
-            result = {
-                "domains": [domain], "metrics": {domain: summary(rows)}, "fresh": [True], "samples": 256, "bad_images": 0,
-                "lr": None, "seconds": 1.0 + i, "seconds_waiting_for_data": 0.1, "peak_memory_mb": 100.0 + i,
-            }  # fmt: skip
-            folder.write(cell, rows, result, {"versions": {"python": "3"}, "device": "cpu: x", "threads": 1})
+    folder = grid(path, pairs, domains, **more)
     write_html(folder, folder.records(), path / "report.html", ["come", "bench", *more.values()])
     return path / "report.html"
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    pairs = [("source", "em"), ("tent", "em"), ("tent", "come"), ("sar", "em"), ("sar", "come")]
     domains = [f"corruption{i}" for i in range(4)] + [f"a_name_that_is_rather_long_{i}" for i in range(4)]
-    return write_run(tmp_path_factory.mktemp("page"), pairs, domains)
+    return write_run(tmp_path_factory.mktemp("page"), PAIRS, domains)
 
 
 @pytest.fixture(scope="module")
@@ -173,26 +151,25 @@ def test_lower_is_first_where_lower_is_better_and_one_column_sorts_at_a_time(bro
 def test_plots_are_there_and_can_be_read(browser, page, width):
     load(browser, page, width)
     shown = [plot for plot in find(browser, ".plot") if plot.is_displayed()]
-    assert len(shown) == 7 + 3 + 2 + 2  # one stream, three stacks of confidences, two timelines, two of cost
+    assert len(shown) == 7 + 5 + 2 + 2  # one stream, five of confidence, two timelines, two of cost
     for plot in shown:
         assert plot.size["width"] > 200
         assert plot.size["height"] > 100
-        assert plot.get_attribute("aria-label")
-    sizes = browser.execute_script(
-        """return [...document.querySelectorAll(".plot text")].filter((t) => t.checkVisibility())
-           .map((t) => t.getBoundingClientRect().height)"""
-    )
-    assert min(sizes) > 7
+        assert plot.get_attribute("alt")
+    drawn = browser.execute_script("return [...document.images].map((i) => [i.complete, i.naturalWidth, i.width])")
+    assert all(complete and natural > 0 for complete, natural, _ in drawn)
+    # the smallest text is of 10 pixels
+    assert min(width / natural for _, natural, width in drawn if width) > 0.8
 
 
 def test_a_stream_is_chosen(browser, page):
     from selenium.webdriver.support.select import Select
 
     load(browser, page)
-    chooser = Select(browser.find_element("id", "way"))
+    chooser = Select(browser.find_element("id", "stream-chooser"))
     assert len(chooser.options) == 8
     chooser.select_by_visible_text("corruption3")
-    (shown,) = [way for way in find(browser, ".way") if way.is_displayed()]
+    (shown,) = [stream for stream in find(browser, ".stream") if stream.is_displayed()]
     assert shown.find_element("css selector", "h3").get_attribute("textContent") == "corruption3"
     assert all(plot.is_displayed() for plot in shown.find_elements("css selector", ".plot"))
 
@@ -201,17 +178,15 @@ def test_a_stream_is_chosen(browser, page):
 def test_the_theme_follows_the_system_and_the_button(browser, page, theme):
     load(browser, page, theme=theme)
 
-    def colours():
-        """Of the page, of its text, and of a title and a line in a drawing."""
-        found = browser.execute_script(
-            """const style = (selector) => getComputedStyle(document.querySelector(selector));
-               return [style("body").backgroundColor, style("body").color, style(".plot text").fill]"""
-        )
-        return [sum(map(int, colour[4:-1].split(", "))) for colour in found]
-
     def is_dark():
-        paper, *inks = colours()
-        assert all(abs(paper - ink) > 200 for ink in inks)
+        """The page, with text that can be read; drawings are turned with it."""
+        *colours, turned = browser.execute_script(
+            """const style = (selector) => getComputedStyle(document.querySelector(selector));
+               return [style("body").backgroundColor, style("body").color, style(".plot").filter]"""
+        )
+        paper, ink = (sum(map(int, colour[4:-1].split(", "))) for colour in colours)
+        assert abs(paper - ink) > 400
+        assert turned == ("invert(1) hue-rotate(180deg)" if paper < 200 else "none")
         return paper < 200
 
     assert is_dark() == (theme == "dark")
@@ -246,18 +221,25 @@ def test_hostile_names_are_shown_and_run_nothing(browser, hostile):
     load(browser, hostile)
     assert browser.execute_script("return window.hit") is None
     assert browser.get_log("browser") == []
-    assert not find(browser, "img")
+    assert all(image.get_attribute("src").startswith("data:image/svg+xml;base64,") for image in find(browser, "img"))
     assert browser.find_element("css selector", "h1").text == f"{IMAGE} on {SCRIPT}"
     assert f"{IMAGE} + come" in names(browser, "#accuracy")
-    drawn = browser.execute_script(
-        "return [...document.querySelectorAll('.plot text')].map((text) => text.textContent)"
-    )
-    assert {f"{IMAGE} + em", f"{SCRIPT} + come", SCRIPT} <= set(drawn)
+    assert all(browser.execute_script("return [...document.images].map((image) => image.naturalWidth > 0)"))
+    legend = [item.text for item in find(browser, "#stream .legend li")]
+    assert set(legend) == {f"{n[:23]}… + {o}" for n in (IMAGE, SCRIPT) for o in ("em", "come")}
+
+
+def test_a_long_name_leaves_room_for_the_numbers(browser, tmp_path):
+    path = write_run(tmp_path / "run", [("m" * 900, "em"), ("m" * 900, "come")], ["fog"])
+    for width in (PHONE, DESK):
+        load(browser, path, width)
+        assert find(browser, "#accuracy tbody th")[0].size["width"] < width / 2
 
 
 def test_it_prints_on_white(browser, page):
     load(browser, page, theme="dark")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.execute_script("return getComputedStyle(document.querySelector('.plot')).filter") == "none"
     assert not browser.find_element("id", "theme").is_displayed()
     assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 
 import come
-from come.bench import Bench, Plan, RunFolder, run, settings
-from come.bench.data import GlyphOutlierSource, GlyphSource, Stream, batches
+from come.bench import Bench, Cell, Plan, RunFolder, run, settings
+from come.bench.data import GlyphOutlierSource, GlyphSource, Preprocess, Source, Stream, batches
 from come.bench.data.streams import OUTLIER
-from come.bench.models import Preprocess
 from come.bench.report import findings, reading
-from come.bench.settings import World
 
 LABELS = [i % 4 for i in range(40)]
-WORLD = World("glyphs:40", 40, ("fog", "snow", "contrast"), labels=lambda: LABELS)
+CELL = Cell(data="glyphs:40", size=40, corruptions=("fog", "snow", "contrast"), method="tent", objective="em")
 
 
-def streams(name, **changes):
-    return list(settings.get(name).episodes(replace(WORLD, **changes)))
+class Labelled(Source):
+    """Samples with labels and nothing else."""
+
+    name, num_classes = "labelled", 10
+
+    def __init__(self, labels):
+        self._labels = labels
+
+    def __len__(self):
+        return len(self._labels)
+
+    def labels(self):
+        return torch.tensor(self._labels)
+
+    def load(self, indices, corruption=None, severity=5):
+        raise AssertionError("an order is made without looking at images")
+
+
+def streams(name, outliers_size=None, **changes):
+    outliers = None if outliers_size is None else Labelled([-1] * outliers_size)
+    return list(settings.get(name).episodes(CELL.model_copy(update=changes), Labelled(LABELS), outliers))
 
 
 def test_names_in_the_papers_order():
@@ -91,8 +107,8 @@ def test_imbalance_of_a_finite_ratio():
     labels = [i % 10 for i in range(5000)]
 
     def in_own_part(ratio):
-        world = World("x", 5000, ("fog",), labels=lambda: labels, imbalance=ratio)
-        (episode,) = settings.get("imbalanced").episodes(world)
+        cell = CELL.model_copy(update={"size": 5000, "corruptions": ("fog",), "imbalance": ratio})
+        (episode,) = settings.get("imbalanced").episodes(cell, Labelled(labels), None)
         assert sorted(episode.stream.order) == list(range(5000))
         parts = [[labels[i] for i in episode.stream.order[k * 500 : (k + 1) * 500]] for k in range(10)]
         return sum(max(Counter(part).values()) for part in parts) / 5000
@@ -114,7 +130,7 @@ def test_in_distribution_is_clean():
     assert episode.stream.shifts == ((None, 5),)
 
 
-def test_gradual_swells_and_fades():
+def test_gradual_grows_and_fades():
     first, *others = streams("gradual")
     levels = [first.stream.shifts[k][1] for k in first.stream.kinds]
     assert levels[0] == levels[-1] == 1
@@ -141,7 +157,13 @@ def test_small_batches():
 
 def test_mixed_batches_are_corrupted_each_as_its_kind():
     source, pre = GlyphSource(size=6), Preprocess(32)
-    mixed = Stream("glyphs", (0, 1, 2, 3, 1), (("fog", 5), ("contrast", 3), (None, 5)), (0, 1, 2, 0, 0), 7)
+    mixed = Stream(
+        data="glyphs",
+        order=(0, 1, 2, 3, 1),
+        shifts=(("fog", 5), ("contrast", 3), (None, 5)),
+        kinds=(0, 1, 2, 0, 0),
+        seed=7,
+    )
     (batch,) = batches(source, mixed, pre)
     for place, (index, kind) in enumerate(zip(mixed.order, mixed.kinds, strict=True)):
         (alone,) = batches(source, Stream.of("glyphs", (index,), *mixed.shifts[kind], 7), pre)
@@ -152,7 +174,10 @@ def test_mixed_batches_are_corrupted_each_as_its_kind():
 
 def test_outliers_have_no_label_and_no_corruption():
     source, outliers = GlyphSource(size=6), GlyphOutlierSource("glyph-outliers:far", "far", size=6)
-    stream = Stream("glyphs", (0, 3, 2), (("fog", 5),), (0, OUTLIER, 0), 7, "far", "glyph-outliers:far")
+    stream = Stream(
+        data="glyphs", order=(0, 3, 2), shifts=(("fog", 5),), kinds=(0, OUTLIER, 0), seed=7, domain="far",
+        outliers="glyph-outliers:far",
+    )  # fmt: skip
     (batch,) = batches(source, stream, Preprocess(32), outliers=outliers)
     assert batch.labels.tolist()[1] == -1
     assert (batch.labels[[0, 2]] >= 0).all()
@@ -164,22 +189,22 @@ SMALL = Plan(methods=("source", "tent", "sar"), limit=64, batch_size=32)
 
 @pytest.mark.parametrize("name", settings.names())
 def test_every_setting_runs(name, tmp_path):
-    plan = replace(SMALL, setting=name, corruptions=None, severity=None, methods=("tent",))
+    plan = SMALL.but(setting=name, corruptions=None, severity=None, batch_size=64, methods=("tent",))
     records = run(plan, tmp_path / "run")
     assert records
     for record in records:
-        assert set(record.result["metrics"]) == set(record.result["domains"])
-        for values in record.result["metrics"].values():
+        assert set(record.result.metrics) == set(record.result.domains)
+        for values in record.result.metrics.values():
             assert all(value == value for value in values.values())  # NaN-free
 
 
 def test_lifelong_switches_sars_recovery_off_and_counts_fpr_both_ways(tmp_path):
-    plan = replace(SMALL, setting="lifelong", objectives=("em",), methods=("sar",), corruptions=("fog", "contrast"))
+    plan = SMALL.but(setting="lifelong", objectives=("em",), methods=("sar",), corruptions=("fog", "contrast"))
     (cell,) = plan.cells(64)
     assert cell.hyper == {"recover_below": 0.0}
-    assert next(iter(replace(plan, hyper={"sar": {"recover_below": 0.1}}).cells(64))).hyper == {"recover_below": 0.1}
+    assert next(iter(plan.but(hyper={"sar": {"recover_below": 0.1}}).cells(64))).hyper == {"recover_below": 0.1}
     (record,) = run(plan, tmp_path / "run")
-    fog, contrast = record.result["metrics"]["fog"], record.result["metrics"]["contrast"]
+    fog, contrast = record.result.metrics["fog"], record.result.metrics["contrast"]
     assert fog["fpr"] == fog["fpr_so_far"]
     rows = RunFolder(tmp_path / "run").rows(record.key)
     assert contrast["fpr_so_far"] == come.metrics.fpr(rows["confidence"], rows["prediction"] == rows["label"])
@@ -189,7 +214,7 @@ def test_open_world_has_a_column_without_outliers(tmp_path):
     plan = Plan(setting="open-world", methods=("source",), limit=48)
     assert (plan.severity, plan.corruptions) == (3, ("gaussian_noise",))
     records = run(plan, tmp_path / "run")
-    metrics = {domain: values for r in records for domain, values in r.result["metrics"].items()}
+    metrics = {domain: values for r in records for domain, values in r.result.metrics.items()}
     assert list(metrics) == ["none", "near", "far"]
     assert metrics["near"]["outliers"] == metrics["near"]["samples"] / 2 == 48
     assert "fpr95" in metrics["far"]
@@ -198,8 +223,7 @@ def test_open_world_has_a_column_without_outliers(tmp_path):
 
 def test_a_record_tells_what_the_guard_did(tmp_path):
     """In this cell alone: the adapter is shared with the cells before it."""
-    plan = replace(
-        SMALL,
+    plan = SMALL.but(
         data="glyphs:960",
         methods=("source", "tent:lr=0.3"),
         objectives=("em",),
@@ -209,74 +233,77 @@ def test_a_record_tells_what_the_guard_did(tmp_path):
     )
     records = run(plan, tmp_path / "run")
     for record in records[:2]:
-        assert record.result["events"] == []
+        assert record.result.events == ()
     for record in records[2:]:
-        health = record.result["health"]
+        health = record.result.health
         assert health["collapse"] == health["recovered"] >= 1
-        steps = [step for kind, step in record.result["events"] if kind == "collapse"]
+        steps = [step for kind, step in record.result.events if kind == "collapse"]
         assert len(steps) == health["collapse"]
         assert all(0 < step < 15 for step in steps)
-    (alone,) = run(replace(plan, methods=plan.methods[1:], corruptions=("contrast",)), tmp_path / "alone")
+    (alone,) = run(plan.but(methods=plan.methods[1:], corruptions=("contrast",)), tmp_path / "alone")
     for name in ("health", "events", "metrics"):
-        assert alone.result[name] == records[-1].result[name]
+        assert getattr(alone.result, name) == getattr(records[-1].result, name)
     assert len(findings.recoveries(records)) == 2
     assert "tent:lr=0.3 + em on fog (after batch" in findings.recoveries(records)[0]
 
 
 def test_scores_can_be_changed_afterwards(tmp_path):
-    plan = replace(SMALL, methods=("tent",), objectives=("come",), corruptions=("contrast",))
+    plan = SMALL.but(methods=("tent",), objectives=("come",), corruptions=("contrast",))
     records = run(plan, tmp_path / "run")
     folder = RunFolder.existing(tmp_path / "run")
     (same,) = folder.rescored(records, "confidence")
-    assert same.result["metrics"] == records[0].result["metrics"]
+    assert same.result.metrics == records[0].result.metrics
     (other,) = folder.rescored(records, "energy")
-    assert other.result["metrics"]["contrast"]["accuracy"] == records[0].result["metrics"]["contrast"]["accuracy"]
-    assert other.result["metrics"]["contrast"]["fpr"] != records[0].result["metrics"]["contrast"]["fpr"]
-    for record in (*records, other):  # the way along the stream ends where the table says
-        (way,) = reading.read(folder, [record]).ways
-        assert way.path["fpr"][-1] == record.result["metrics"]["contrast"]["fpr"]
+    assert other.result.metrics["contrast"]["accuracy"] == records[0].result.metrics["contrast"]["accuracy"]
+    assert other.result.metrics["contrast"]["fpr"] != records[0].result.metrics["contrast"]["fpr"]
+    for record in (*records, other):  # the line along the stream ends where the table says
+        (segment,) = reading.read(folder, [record]).segments
+        assert segment.path["fpr"][-1] == record.result.metrics["contrast"]["fpr"]
 
 
 def test_variants_of_a_method_and_of_an_objective(tmp_path):
-    plan = replace(
-        SMALL,
+    plan = SMALL.but(
         methods=("tent", "tent:keep=0.5"),
         objectives=("em", "come:freeze_norm=false"),
         corruptions=("contrast",),
     )
     records = run(plan, tmp_path / "run")
-    assert [(r.cell["method"], r.cell["objective"]) for r in records] == [
+    assert [(r.cell.method, r.cell.objective) for r in records] == [
         ("tent", "em"), ("tent", "come:freeze_norm=false"),
         ("tent:keep=0.5", "em"), ("tent:keep=0.5", "come:freeze_norm=false"),
     ]  # fmt: skip
-    assert records[2].cell["hyper"] == {"keep": 0.5}
-    assert records[2].result["metrics"]["contrast"]["used"] == 0.5
+    assert records[2].cell.hyper == {"keep": 0.5}
+    assert records[2].result.metrics["contrast"]["used"] == 0.5
 
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path):
-    plan = replace(SMALL, model="glyphs-resnet", methods=("source", "foa"), corruptions=("contrast",), source_size=32)
+    plan = SMALL.but(model="glyphs-resnet", methods=("source", "foa"), corruptions=("contrast",), source_size=32)
     bench = Bench(plan)
     records = bench.run(RunFolder(tmp_path / "run"))
-    assert {r.cell["method"] for r in records} == {"source"}
-    assert {cell.method for cell, _ in bench.refused.values()} == {"foa"}
-    assert "tokens" in next(iter(bench.refused.values()))[1]
-    small = replace(SMALL, methods=("source", "lame"), corruptions=("contrast",), batch_size=5)
+    assert {r.cell.method for r in records} == {"source"}
+    assert set(bench.refused) == {"foa"}
+    assert "tokens" in bench.refused["foa"]
+    small = SMALL.but(methods=("source", "lame"), corruptions=("contrast",), batch_size=5)
     bench = Bench(small)
     assert len(bench.run(RunFolder(tmp_path / "small"))) == 1
-    assert "needs a batch of at least 6 samples, got 5" in next(iter(bench.refused.values()))[1]
-    with pytest.raises(come.InputError, match="needs a batch of at least 6 samples, got 5"):
-        Bench(replace(small, methods=("lame",))).run(RunFolder(tmp_path / "none"))
+    assert "needs a batch of at least 6 samples, got 4" in bench.refused["lame"]  # 64 samples: the last batch has 4
+    with pytest.raises(come.InputError, match="needs a batch of at least 6 samples, got 4"):
+        Bench(small.but(methods=("lame",)))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"setting": "livelong"}, "did you mean 'lifelong'"),
-        ({"setting": "open-world", "outlier_ratio": 1.0}, "outlier-ratio must be between 0 and 1, got 1.0"),
+        ({"setting": "open-world", "outlier_ratio": 1.0}, "outlier-ratio must be less than 1, got 1.0"),
         ({"setting": "open-world", "data": "folder:x"}, "give --outliers"),
-        ({"outliers": ("folder:x",)}, "only the open-world setting"),
-        ({"imbalance": 0.5}, "imbalance must be >= 1, or None, got 0.5"),
-        ({"rounds": 0}, "rounds must be an integer >= 1, got 0"),
+        ({"outliers": ("folder:x",)}, "no effect in the standard setting.*or choose --setting open-world"),
+        ({"imbalance": 0.5, "setting": "imbalanced"}, "imbalance must be greater than or equal to 1, got 0.5"),
+        ({"rounds": 0, "setting": "lifelong"}, "rounds must be greater than or equal to 1, got 0"),
+        ({"rounds": 2}, "rounds has no effect in the standard setting; leave it out, or choose --setting lifelong"),
+        ({"severity": 3, "setting": "gradual"}, "severity has no effect in the gradual setting; leave it out"),
+        ({"batch_size": 8, "setting": "small-batches"}, "batch-size has no effect in the small-batches setting"),
+        ({"source_size": 8, "methods": ("tent",)}, "source-size has no effect: none of tent uses source images"),
         ({"methods": ("tent:kep=1",)}, "did you mean 'keep'"),
         ({"methods": ("tent:keep",)}, "not KEY=VALUE"),
         ({"objectives": ("come:tua=1",)}, "did you mean 'tau'"),

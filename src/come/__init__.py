@@ -10,6 +10,11 @@ torch.Size([8])
 torch.Size([8, 3])
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
 from come import callbacks, methods, objectives, optim, select, theory
 from come.adapter import Adapter, adapt
 from come.errors import ClosedError, CollapseError, ComeError, ConfigError, InputError, ModelError, StateError
@@ -43,3 +48,24 @@ __all__ = [
     "select",
     "theory",
 ]
+
+_LATER = {"bench": "bench", "corruptions": "", "metrics": "", "testing": ""}
+"""Modules that are imported when they are first asked for, and the extra that they need."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in _LATER:
+        raise AttributeError(f"module 'come' has no attribute {name!r}")
+    try:
+        return import_module(f"come.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "come" or not _LATER[name]:
+            raise
+        raise ModuleNotFoundError(
+            f'come.{name} needs {error.name}, which is missing; install it with: pip install "come-tta[{_LATER[name]}]"',
+            name=error.name,
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LATER])

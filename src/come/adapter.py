@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from come import methods, optim, saving
 from come.batchnorm import mixed
 from come.borrowed import Borrowed
-from come.errors import ClosedError, CollapseError, ConfigError
+from come.errors import ClosedError, CollapseError, ConfigError, shown
 from come.guard.config import Event, Guard
 from come.guard.samples import judge
 from come.guard.signals import measure
@@ -150,6 +150,14 @@ class Adapter:
             finally:
                 self._context_in_use = None
 
+    def check(self, *args: Any, **kwargs: Any) -> None:
+        """Raise an `InputError` if the method cannot use this batch. The model is not called, and nothing changes."""
+        x = checked(Inputs.of(*args, **kwargs))
+        with self._lock:
+            self._check_open()
+            ctx = self._context(self._now, torch.ones(x.size, dtype=torch.bool, device=self._device))
+            self.method.check(ctx, x, True)
+
     @untracked()
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes."""
@@ -212,9 +220,10 @@ class Adapter:
             weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
         else:
             out, watch = self._guarded(self.guard, watch, ctx, x)
-            ctx.keep_where(ctx.ok)
-            weights = torch.where(ctx.ok, ctx.weights.detach(), now.weights)
-            moments, state = chosen(ctx.ok, ctx.moments, now.moments), chosen(ctx.ok, ctx.state, now.state or {})
+            keep = ctx.ok & ctx.valid.any()  # what was learned without a valid sample was learned from nothing
+            ctx.keep_where(keep)
+            weights = torch.where(keep, ctx.weights.detach(), now.weights)
+            moments, state = chosen(keep, ctx.moments, now.moments), chosen(keep, ctx.state, now.state or {})
         moment = Moment(weights, moments, state, now.count + 1, watch)
         detached = (None if value is None else value.detach() for value in out)
         return moment, Step(*detached), events  # type: ignore[arg-type]
@@ -623,7 +632,7 @@ def adapt(
         torch.Size([8, 3])
     """
     if not isinstance(guard, (bool, Guard)):
-        raise ConfigError(f"guard must be True, False or a come.Guard, got {guard!r}")
+        raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
     if isinstance(method, Method):
         given = [*hyperparameters, *(["objective"] if objective != "come" else [])]
         if given:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from come.batchnorm import Layer, Statistics, batch_statistics, normalizing
-from come.errors import ComeError, ConfigError, InputError, ModelError
+from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
 from come.select import BATCH_NORMS, Selector
 
@@ -292,7 +292,9 @@ def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -
         if p.is_floating_point() and not p.detach().isfinite().all():
             raise ModelError(f"{name!r} of {kind} is not finite; load sound weights before adapt()")
     if not callable(select):
-        raise ConfigError(f"select must be a function from a model to a dict of its parameters by name, got {select!r}")
+        raise ConfigError(
+            f"select must be a function from a model to a dict of its parameters by name, got {shown(select)}"
+        )
     chosen = select(model)
     if not isinstance(chosen, dict):
         raise ConfigError(f"select must return a dict of parameters by name, got {type(chosen).__name__}")

@@ -6,9 +6,16 @@ built-in type that a Python programmer would expect.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
+from itertools import takewhile
 from typing import Any
+
+LONGEST = 100
+"""Characters of a value that a message shows."""
+FEW = 20
+"""As many names a message lists; of more it says how many there are."""
 
 
 class ComeError(Exception):
@@ -39,13 +46,63 @@ class CollapseError(ComeError, RuntimeError):
     """The adapted model has collapsed, and the guard was told to raise."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> ConfigError:
-    """Build the error for an unknown name, with the most similar known name in it.
+class _Shown(reprlib.Repr):
+    """A repr that looks at the beginning of large things only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 2, LONGEST - 10, LONGEST
+
+    def repr1(self, x: Any, level: int) -> str:
+        """By what it is, subclasses included; never all of a model, a tensor or a number of a million digits."""
+        if isinstance(x, (str, bytes, bytearray)):
+            return repr(x) if len(x) <= self.maxstring else f"{x[: self.maxstring]!r}..."
+        for kind in (dict, list, tuple, set, frozenset):
+            if isinstance(x, kind):
+                found: str = getattr(self, f"repr_{kind.__name__}")(x, level)
+                return found
+        if isinstance(x, int) and x.bit_length() > 4 * LONGEST:
+            return f"an integer of {x.bit_length()} bits"
+        if isinstance(x, type):
+            return f"the class {x.__name__}"
+        if hasattr(x, "named_parameters"):
+            return f"a model ({type(x).__name__})"
+        if getattr(x, "shape", ()) and hasattr(x, "dtype"):
+            return f"{type(x).__name__} of shape {tuple(x.shape)}"
+        try:
+            return repr(x)
+        except Exception:
+            return f"an object of type {type(x).__name__}"
+
+
+def shown(value: object) -> str:
+    """`value` for a message: on one line, at most about 100 characters, and only what a terminal can show.
+
+    >>> shown("a" * 1_000_000)[-8:], shown([0.5] * 1000)
+    ("aaaa'...", '[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...]')
+    >>> print(shown("two\\nlines"), shown({"lr": 0.1}))
+    'two\\nlines' {'lr': 0.1}
+    """
+    text = _Shown().repr(value)
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: LONGEST + 1])
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigError:
+    """Build the error for an unknown name: the most similar known names, and all of them where they are few.
+
+    Args:
+        kind: what it should have named.
+        name: what was given.
+        known: the names that there are.
+        hint: where to see them, or what else may be given; a clause.
 
     >>> print(unknown("method", "tnet", ["sar", "tent"]))
     no method 'tnet'; did you mean 'tent'? Known: sar, tent
+    >>> print(unknown("model", "resnet5O", [f"resnet{i}" for i in range(10, 1310)], hint="'come list models' shows some"))
+    no model 'resnet5O'; did you mean 'resnet50', 'resnet51' or 'resnet52'? There are 1,300; 'come list models' shows some
     """
-    return ConfigError(f"no {kind} {name!r}{_guess(name, known)}{hint}")
+    return ConfigError(f"no {kind} {shown(name)}{_guess(name, known, hint)}")
 
 
 def unknown_hyperparameter(method: str, name: str, known: Iterable[str]) -> ConfigError:
@@ -54,13 +111,33 @@ def unknown_hyperparameter(method: str, name: str, known: Iterable[str]) -> Conf
     >>> print(unknown_hyperparameter("tent", "rl", ["keep", "lr"]))
     tent has no hyperparameter 'rl'; did you mean 'lr'? Known: keep, lr
     """
-    return ConfigError(f"{method} has no hyperparameter {name!r}{_guess(name, known)}")
+    return ConfigError(f"{method} has no hyperparameter {shown(name)}{_guess(name, known)}")
 
 
-def _guess(name: str, known: Iterable[str]) -> str:
-    known = sorted(known)
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(known)}"
+def _guess(name: object, known: Iterable[str], hint: str = "") -> str:
+    known = sorted(set(known))
+    close = [repr(one) for one in _similar(name, known)] if isinstance(name, str) else []
+    first, last = ", ".join(close[:-1]), close[-1] if close else ""
+    asked = f"; did you mean {f'{first} or {last}' if first else last}?" if close else "."
+    listed = f"Known: {', '.join(known)}" if known else "There are none"
+    hint = hint.lstrip("; .")
+    return f"{asked} {listed if len(known) <= FEW else f'There are {len(known):,}'}{f'; {hint}' if hint else ''}"
+
+
+def _similar(name: str, known: list[str]) -> list[str]:
+    """Up to three names, the most similar one first, and others only if they are about as similar; case does not matter."""
+    given = name[:LONGEST].lower()
+    spelled: dict[str, str] = {}
+    for one in known:
+        spelled.setdefault(one.lower(), one)
+    close = get_close_matches(given, spelled, n=50, cutoff=0.5)
+    alike = {one: SequenceMatcher(None, one, given).ratio() for one in close}
+
+    def begins_alike(one: str) -> int:
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, given, strict=False))))
+
+    best = sorted(close, key=lambda one: (-alike[one], -begins_alike(one), one))[:3]
+    return [spelled[one] for one in best if alike[one] > alike[best[0]] - 0.1]
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:
@@ -72,7 +149,7 @@ def require(ok: bool, name: str, value: object, limit: str) -> None:
     come.errors.ConfigError: lr must be a positive number, got -1.0
     """
     if not ok:
-        raise ConfigError(f"{name} must be {limit}, got {value!r}")
+        raise ConfigError(f"{name} must be {limit}, got {shown(value)}")
 
 
 def require_int(name: str, value: Any, least: int, extra: str = "") -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
-import socket
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +18,9 @@ UNABLE = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
 def replacing(path: Path) -> Iterator[Path]:
     """Give a name beside `path` to write to; at the end of the block the file there takes its place, by rename.
 
-    If the block fails, what stood at `path` is untouched and nothing is left beside it; what a killed process has left there
-    is removed. Once the block has ended, the new file outlives a power cut.
+    If the block fails, what stood at `path` is untouched and nothing is left beside it. Once the block has ended, the new
+    file survives a power cut. A killed process leaves its temporary file behind, `.NAME.RANDOM.tmp`: nothing reads it, and
+    nothing deletes it either, because on a shared folder nobody can know that its writer is dead.
 
     Example:
         >>> import tempfile
@@ -31,9 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
         ...     [p.name for p in Path(folder).iterdir()]
         ['a.txt']
     """
-    host = re.sub(r"[^\w-]", "_", socket.gethostname())
-    sweep(path.parent, host)
-    beside = path.with_name(f".{path.name}.{host}.{os.getpid()}.{threading.get_ident()}")
+    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
         yield beside
         with open(beside, "r+b") as file:
@@ -43,27 +40,6 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
-
-
-def sweep(folder: Path, host: str) -> None:
-    """Remove half-written files of processes of this machine that are no longer alive."""
-    mine = re.compile(rf"\..+\.{re.escape(host)}\.(\d+)\.\d+")
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            found = mine.fullmatch(name)
-            if found and not _alive(int(found[1])):
-                with contextlib.suppress(OSError):
-                    (folder / name).unlink()
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def settle(folder: Path) -> None:

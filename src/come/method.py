@@ -20,7 +20,7 @@ from torch import Tensor
 from come import objectives
 from come.batchnorm import Layer, Statistics, mixed
 from come.borrowed import Borrowed
-from come.errors import ConfigError, ModelError, require, require_int, require_number
+from come.errors import ConfigError, ModelError, require, require_int, require_number, shown
 from come.heads import Head
 from come.inputs import Inputs, logits_of
 from come.objectives import Objective
@@ -447,7 +447,7 @@ M = TypeVar("M", bound=type[Method])
 def register(method: M) -> M:
     """Make a method available under its `name`, here and on the command line; usable as a decorator."""
     if not (isinstance(method, type) and issubclass(method, Method)):
-        raise ConfigError(f"register takes a subclass of come.Method, got {method!r}")
+        raise ConfigError(f"register takes a subclass of come.Method, got {shown(method)}")
     if not isinstance(getattr(method, "name", None), str):
         raise ConfigError(f"{method.__name__} has no name; give the class an attribute name = '...'")
     _registry.add(method.name, method)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.errors import ConfigError, InputError, require, unknown
+from come.errors import ConfigError, InputError, require, shown, unknown
 from come.inputs import exact
 from come.registry import Registry, parse
 
@@ -74,9 +74,12 @@ class Objective(ABC):
     Example:
         >>> class Tempered(Objective):
         ...     def log_mass(self, logits):
-        ...         return torch.log_softmax(logits.float() / 2, dim=-1)
+        ...         z = logits if logits.dtype == torch.float64 else logits.float()  # half precision is too coarse
+        ...         return torch.log_softmax(z / 2, dim=-1)
         >>> Tempered().entropy(torch.zeros(1, 4))  # ln 4
         tensor([1.3863])
+        >>> from come.testing import check_objective
+        >>> check_objective(Tempered())
     """
 
     @abstractmethod
@@ -297,7 +300,16 @@ def _log_evidence(z: Tensor, evidence: Evidence) -> Tensor:
     return torch.where(some, log_e, math.log(tiny))
 
 
-_registry: Registry[Objective] = Registry("objective", entry_points="come.objectives")
+def _check(name: str, thing: object) -> str:
+    if isinstance(thing, Objective):
+        return ""
+    repair = ""
+    if isinstance(thing, type) and issubclass(thing, Objective):
+        repair = f"; make one: {thing.__name__.lower()} = {thing.__name__}()"
+    return f"must be an instance of come.Objective, got {shown(thing)}{repair}"
+
+
+_registry: Registry[Objective] = Registry("objective", entry_points="come.objectives", check=_check)
 _registry.add("em", Softmax())
 _registry.add("come", Opinion())
 
@@ -327,7 +339,7 @@ def get(objective: str | Objective) -> Objective:
         return objective
     if not isinstance(objective, str):
         raise ConfigError(
-            f"objective is {objective!r}; give a name ({', '.join(names())}) or an instance of come.Objective"
+            f"objective must be a name ({', '.join(names())}) or an instance of come.Objective, got {shown(objective)}"
         )
     name, changes = parse(objective)
     found = _registry.get(name)
@@ -338,7 +350,7 @@ def get(objective: str | Objective) -> Objective:
     try:
         return replace(found, **changes) if changes else found  # type: ignore[type-var]
     except TypeError as error:
-        raise ConfigError(f"objective {objective!r} has a value of the wrong type: {error}") from error
+        raise ConfigError(f"objective {shown(objective)} has a value of the wrong type: {error}") from error
 
 
 def register(name: str, objective: Objective) -> None:
@@ -350,6 +362,4 @@ def register(name: str, objective: Objective) -> None:
         True
         >>> _registry.remove("em-uc")
     """
-    if not isinstance(objective, Objective):
-        raise ConfigError(f"objective {name!r} is {objective!r}; register an instance of come.Objective")
     _registry.add(name, objective)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from come.errors import ConfigError, require, unknown
+from come.errors import ConfigError, require, shown, unknown
 
 OptimizerFactory = Callable[[Sequence[nn.Parameter], float], Optimizer]
 """Takes the parameters and a learning rate, returns a torch optimizer."""
@@ -170,6 +170,6 @@ def get(optimizer: str | sgd | adam | OptimizerFactory, split: Split, join: Join
         return optimizer
     if not callable(optimizer):
         raise ConfigError(
-            f"optimizer must be 'sgd', 'adam' or a function (parameters, lr) -> torch optimizer, got {optimizer!r}"
+            f"optimizer must be 'sgd', 'adam' or a function (parameters, lr) -> torch optimizer, got {shown(optimizer)}"
         )
     return TorchRule(optimizer, split, join)

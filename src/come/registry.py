@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
+import threading
 import warnings
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from importlib.metadata import entry_points as installed_entry_points
 from typing import Any, Generic, TypeVar
 
-from come.errors import ConfigError, unknown
+from come.errors import ConfigError, shown, unknown
 
 T = TypeVar("T")
+
+Check = Callable[[str, object], str]
+"""(name, thing) -> what is wrong with it, as in "must be a subclass of come.Method, got 3"; "" if nothing is."""
 
 
 class Registry(Generic[T]):
@@ -17,7 +25,9 @@ class Registry(Generic[T]):
 
     Args:
         kind: what the things are, for messages: "method", "objective".
-        entry_points: group under which installed packages offer more of them; read on the first miss or listing.
+        entry_points: group under which installed packages offer more of them; read on the first miss or listing. One that
+            cannot be loaded or is of the wrong kind is left out with a warning.
+        check: says what is wrong with a thing that is to be added.
 
     Example:
         >>> colours = Registry[int]("colour")
@@ -30,15 +40,20 @@ class Registry(Generic[T]):
         come.errors.ConfigError: no colour 'rad'; did you mean 'red'? Known: red
     """
 
-    def __init__(self, kind: str, entry_points: str | None = None) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, entry_points: str | None = None, check: Check | None = None) -> None:
+        self.kind, self.check = kind, check
         self._things: dict[str, T] = {}
         self._group = entry_points
+        self._lock = threading.RLock()  # a plugin may ask for names while it is imported
 
     def add(self, name: str, thing: T) -> None:
         """Register `thing`; a name is given once."""
+        if not isinstance(name, str) or not name or any(c in ":,=" or c.isspace() for c in name):
+            raise ConfigError(f"the name of a {self.kind} must be a word without : , = and spaces, got {shown(name)}")
+        if wrong := self.check(name, thing) if self.check else "":
+            raise ConfigError(f"{self.kind} {name!r} {wrong}")
         if name in self._things and self._things[name] is not thing:
-            raise ConfigError(f"{self.kind} {name!r} is taken by {self._things[name]!r}; choose another name")
+            raise ConfigError(f"{self.kind} {name!r} is taken by {shown(self._things[name])}; choose another name")
         self._things[name] = thing
 
     def remove(self, name: str) -> None:
@@ -65,13 +80,67 @@ class Registry(Generic[T]):
         return dict(self._things)
 
     def _discover(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
+        """Add what installed packages offer; what is wrong with it is said when all have been seen."""
+        complaints = []
+        with self._lock:
+            group, self._group = self._group, None
+            if group is None:
+                return
             for point in installed_entry_points(group=group):
+                before = dict(self._things)
+                where = f"{self.kind} {shown(point.name)} of the package {_package(point)} ({shown(point.value)})"
                 try:
                     self.add(point.name, point.load())
-                except Exception as error:  # somebody else's package must not take ours down
-                    warnings.warn(f"{self.kind} {point.name!r} of {point.value} is left out: {error}", stacklevel=3)
+                except (Exception, SystemExit) as error:  # somebody else's package must not take ours down
+                    self._things = before
+                    repair = "" if isinstance(error, ConfigError) else "; repair or uninstall that package"
+                    complaints.append(f"{where} is left out: {_reason(error)}{repair}")
+                else:
+                    if not summary(self._things[point.name]):
+                        complaints.append(f"{where} has no docstring; write one, its first line is what is listed")
+        for complaint in complaints:
+            warnings.warn(complaint, stacklevel=3)
+
+
+def _package(point: EntryPoint) -> str:
+    """Who offers it; where the package has lost its metadata, the module."""
+    name: object = None
+    with contextlib.suppress(Exception):
+        name = point.dist.name if point.dist else None
+    return str(name or point.value.partition(":")[0])
+
+
+def _reason(error: BaseException) -> str:
+    text = shown(str(error))[1:-1]
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"importing it ends with {type(error).__name__}{f': {text}' if text else ''}"
+
+
+def summary(thing: object) -> str:
+    """What a thing says of itself in one line: its `summary`, or the first line of its docstring; "" if it has none.
+
+    A method of `come` has a file of its own, whose first line says what it does.
+
+    Example:
+        >>> from come.methods import LAME
+        >>> summary(LAME)
+        'neighbours should have the same label'
+    """
+    said = getattr(thing, "summary", None)
+    if not isinstance(said, str):
+        kind = thing if isinstance(thing, type) else type(thing)
+        said = _docstring(kind)
+        if kind.__module__.startswith("come.methods."):
+            said = sys.modules[kind.__module__].__doc__ or said
+    first = (said.strip().splitlines() or [""])[0]
+    return (first.partition(": ")[2] or first).rstrip(".")
+
+
+def _docstring(kind: type) -> str:
+    """Of the class itself; what `dataclass` makes up, its signature, is none."""
+    text = kind.__doc__ or ""
+    return "" if text.startswith(f"{kind.__name__}(") else text
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -86,7 +155,9 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     for part in parts:
         key, equals, text = part.partition("=")
         if not (key and equals and text):
-            raise ConfigError(f"{part!r} in {spec!r} is not KEY=VALUE; write e.g. {name}:{key or 'key'}=1")
+            raise ConfigError(
+                f"{shown(part)} in {shown(spec)} is not KEY=VALUE; write e.g. {shown(name)[1:-1]}:{shown(key or 'key')[1:-1]}=1"
+            )
         values[key] = literal(text)
     return name, values
 

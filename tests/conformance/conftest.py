@@ -1,4 +1,4 @@
-"""Cases, models and inputs of the recorded trajectories, and a judge that keeps the worst error of each method."""
+"""Cases, models and inputs of the recorded trajectories, and a judge of each case; `tests/conftest.py` prints the summary."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from safetensors.torch import load_file
 DATA = Path(__file__).parent / "data"
 MANIFEST = json.loads((DATA / "manifest.json").read_text())
 CASES = {case["name"]: case for case in MANIFEST["cases"]}
-WORST = pytest.StashKey[dict[str, tuple[float, str]]]()
-SEEN = pytest.StashKey[set[str]]()
-
-
-def pytest_configure(config):
-    config.stash[WORST] = {}
-    config.stash[SEEN] = set()
 
 
 def pytest_generate_tests(metafunc):
@@ -30,20 +23,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", chosen, indirect=True)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    worst, seen = config.stash[WORST], config.stash[SEEN]
-    if seen:
-        terminalreporter.section("conformance with the published implementations")
-        terminalreporter.write_line(f"{len(seen)} of {len(CASES)} recorded cases compared; largest error / tolerance:")
-        for method, (ratio, where) in sorted(worst.items()):
-            terminalreporter.write_line(f"  {method:<10} {ratio:5.2f}  {where}")
-
-
 class Case:
     """One recorded case: its hyperparameters, tensors, and how far a result may be from them."""
 
-    def __init__(self, name, config):
-        self.name, self.config = name, config
+    def __init__(self, name, found):
+        self.name, self.found = name, found
         self.entry = CASES[name]
         self.hyper = self.entry["hyperparameters"]
         self.tensors = load_file(DATA / self.entry["file"])
@@ -56,7 +40,7 @@ class Case:
 
     def close(self, name, actual):
         """Assert that `actual` is within the recorded tolerance of tensor `name`; integers exactly."""
-        self.config.stash[SEEN].add(self.name)
+        self.found["compared"] = True
         expected = self.tensors[name]
         assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)} instead of {tuple(expected.shape)}"
         if not expected.is_floating_point():
@@ -65,9 +49,8 @@ class Case:
         atol = self.entry["tolerance"][name.split(".")[0]]["atol"]
         assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: NaN in other places"
         error = (actual.double() - expected.double()).nan_to_num().abs().max().item()
-        worst = self.config.stash[WORST]
-        entry = (error / atol, f"{self.name}: {name}")
-        worst[self.entry["method"]] = max(worst.get(self.entry["method"], (0.0, "")), entry)
+        if error / atol > self.found["error"]:
+            self.found |= {"error": error / atol, "where": f"{self.name}: {name}"}
         assert error <= atol, f"{self.name}: {name} is off by {error:.3g}, tolerance {atol:.3g}"
 
     def model(self):
@@ -79,7 +62,19 @@ class Case:
 
 @pytest.fixture
 def case(request):
-    return Case(request.param, request.config)
+    name = request.param
+    found = {
+        "case": name,
+        "of": len(CASES),
+        "method": CASES[name]["method"],
+        "compared": False,
+        "error": 0.0,
+        "where": "",
+    }
+    request.node.user_properties.append(
+        ("conformance", found)
+    )  # so it travels with the report, from another process too
+    return Case(name, found)
 
 
 INPUTS = {name: value.float() for name, value in load_file(DATA / "inputs.safetensors").items()}

@@ -1,8 +1,6 @@
-"""Sources for every layout, what they refuse, and streams that can be replayed."""
+"""Sources for every layout, what they refuse, and batches made of them."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
@@ -10,11 +8,10 @@ import torch
 from PIL import Image
 
 import come
-from come.bench.data import Account, DatasetSource, Geometry, GlyphSource, Stream, batches, open_source
-from come.bench.models import Preprocess
+from come.bench.data import Account, DatasetSource, GlyphSource, Preprocess, Stream, batches, open_source
 from come.corruptions import corrupt
 
-SMALL = Geometry(size=32, resize=36)
+SMALL = Preprocess(size=32, resize=36)
 
 
 def picture(seed, size=(40, 48)):
@@ -71,6 +68,43 @@ def test_imagenet_c(tmp_path):
         source.source_images(1)
 
 
+@pytest.fixture
+def imagenet_c(tmp_path):
+    """Fog at severities 3 and 5, snow at 5 with a class less, frost at none."""
+    for place in ("fog/3/n01", "fog/3/n02", "fog/5/n01", "fog/5/n02", "snow/5/n01", "frost/notes"):
+        (tmp_path / place).mkdir(parents=True)
+        picture(1, (32, 32)).save(tmp_path / place / "a.png")
+    return tmp_path
+
+
+def test_imagenet_c_says_what_it_lacks_before_anything_runs(imagenet_c):
+    (imagenet_c / "snow" / "5" / "n02").mkdir()
+    source = open_source(f"imagenet-c:{imagenet_c}", SMALL)
+    assert source.severities == {"snow": (5,), "frost": (), "fog": (3, 5)}
+    source.require(("fog",), 3)
+    source.require(("fog", "snow"), 5)
+    for corruptions, severity, message in (
+        (("fog", "contrast", None), 5, "does not hold contrast, clean images; it holds snow, frost, fog"),
+        (("fog", "snow"), 3, "does not hold snow of severity 3; of snow it holds 5"),
+        (("frost",), 5, "does not hold frost of severity 5; of frost it holds none"),
+    ):
+        with pytest.raises(come.InputError, match=message):
+            source.require(corruptions, severity)
+
+
+def test_a_class_that_one_corruption_of_imagenet_c_lacks_is_named(imagenet_c):
+    (imagenet_c / "fog").rename(imagenet_c / "gaussian_noise")
+    source = open_source(f"imagenet-c:{imagenet_c}", SMALL)
+    source.require(("gaussian_noise",), 5)
+    with pytest.raises(come.InputError, match=r"snow/5 has 1 class folders, and lacks 1 of 2, such as 'n02'; unpack"):
+        source.require(("gaussian_noise", "snow"), 5)
+
+
+def test_clean_sources_hold_whatever_is_asked(folder):
+    for spec in (f"folder:{folder}", "glyphs:10", "torchvision:FakeData"):
+        open_source(spec, SMALL).require(("fog", None), 2)
+
+
 def test_cifar_c(tmp_path):
     rng = np.random.default_rng(0)
     array = rng.integers(0, 256, (5 * 4, 32, 32, 3), dtype=np.uint8)
@@ -81,6 +115,13 @@ def test_cifar_c(tmp_path):
     loaded = source.load([3, 1], "fog", 2)
     assert np.array_equal(loaded.images.permute(0, 2, 3, 1).numpy(), array[[4 + 3, 4 + 1]])
     assert loaded.labels.tolist() == [9, 1]
+    source.require(("fog",), 2)
+    with pytest.raises(come.InputError, match="does not hold snow; it holds fog"):
+        source.require(("fog", "snow"), 2)
+    for bad in (array[:-1], array.astype(np.float32)):
+        np.save(tmp_path / "snow.npy", bad)
+        with pytest.raises(come.InputError, match=r"snow.npy must be uint8 of shape \(20, H, W, 3\), got"):
+            open_source(f"cifar10-c:{tmp_path}").require(("fog", "snow"), 2)
     np.save(tmp_path / "labels.npy", np.tile(np.array([0, 1, 2, 10]), 5))
     with pytest.raises(come.InputError, match="has 11 classes; cifar10-c has 10"):
         open_source(f"cifar10-c:{tmp_path}")
@@ -98,10 +139,19 @@ def test_torchvision_and_plain_data_sets():
     with pytest.raises(come.InputError, match="torchvision's CIFAR10 is not in nowhere"):
         open_source("torchvision:CIFAR10:nowhere")
     mine = DatasetSource([(torch.zeros(3, 8, 8), 0)], num_classes=2, name="mine")
-    with pytest.raises(come.InputError, match="leave normalization to the benchmark"):
-        mine.load([0])
+    for read in (lambda: mine.load([0]), lambda: mine.require((), 5)):
+        with pytest.raises(come.InputError, match="leave normalization to the benchmark"):
+            read()
     with pytest.raises(come.InputError, match="is empty"):
         DatasetSource([], num_classes=2, name="mine")
+
+
+def test_a_torchvision_set_that_cannot_be_read_is_found_before_anything_runs(tmp_path):
+    (tmp_path / "eurosat" / "2750" / "Forest").mkdir(parents=True)
+    (tmp_path / "eurosat" / "2750" / "Forest" / "a.jpg").write_bytes(b"")
+    source = open_source(f"torchvision:EuroSAT:{tmp_path}", SMALL)
+    with pytest.raises(come.InputError, match="torchvision cannot read torchvision:EuroSAT"):
+        source.require(("fog",), 5)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +176,8 @@ def test_bad_specifications(spec, message, tmp_path):
     (places["bare"] / "cat").mkdir(parents=True)
     with pytest.raises(come.ComeError, match=message):
         open_source(spec.format(**places))
+    with pytest.raises(come.ConfigError, match="no value of --on-bad-image 'ignore'"):
+        open_source("glyphs", on_bad_image="ignore")
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"no image at all", lambda b: b""])
@@ -159,30 +211,3 @@ def test_the_stream_is_corrupted_by_the_identity_of_each_image():
     (batch,) = batches(source, stream, Preprocess(32))
     expected = corrupt(source.load([2]).images, "fog", 3, seed=7, index=torch.tensor([2]))
     assert torch.equal(batch.images[1:], Preprocess(32)(expected))
-
-
-def test_streams_are_written_down_and_read_back(tmp_path):
-    stream = Stream.shuffled("glyphs", 20, corruption="fog", severity=2, seed=5)
-    stream.save(tmp_path / "stream.json")
-    assert Stream.load(tmp_path / "stream.json") == stream
-    assert sorted(stream.order) == list(range(20))
-    assert Stream.shuffled("glyphs", 20, corruption="fog", severity=2, seed=6).order != stream.order
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", json.dumps({"format": "come-stream-1"}), json.dumps({"format": "come-stream-9", "order": []})],
-)
-def test_foreign_manifests_are_refused(tmp_path, text):
-    (tmp_path / "s.json").write_text(text)
-    with pytest.raises(come.InputError, match="give a manifest that come wrote"):
-        Stream.load(tmp_path / "s.json")
-
-
-def test_bad_streams():
-    with pytest.raises(come.ConfigError, match="severity must be from 1 to 5, got 6"):
-        Stream.of("glyphs", (0,), "fog", 6, 0)
-    with pytest.raises(come.ConfigError, match="did you mean 'fog'"):
-        Stream.of("glyphs", (0,), "fogg", 5, 0)
-    with pytest.raises(come.ConfigError, match="an entry of order must be an integer >= 0, got -1"):
-        Stream.of("glyphs", (-1,), "fog", 5, 0)

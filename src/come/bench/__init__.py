@@ -1,8 +1,12 @@
-"""Measure adaptation: a plan expands into cells, each cell becomes a record with its rows, all of it resumable."""
+"""Measure adaptation: a plan expands into cells, each cell becomes a record with its rows, all of it resumable.
 
-from come.bench.cell import Cell, run_cell
+Everything in this package needs the extra: `pip install "come-tta[bench]"`.
+"""
+
+from come.bench.cell import Cell
+from come.bench.folder import RunFolder
 from come.bench.plan import PRESETS, Plan
+from come.bench.record import Record
 from come.bench.runner import Bench, run
-from come.bench.store import Record, RunFolder
 
-__all__ = ["PRESETS", "Bench", "Cell", "Plan", "Record", "RunFolder", "run", "run_cell"]
+__all__ = ["PRESETS", "Bench", "Cell", "Plan", "Record", "RunFolder", "run"]

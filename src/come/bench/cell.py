@@ -1,77 +1,126 @@
-"""The unit that is run and resumed: one method with one objective on one piece of a setting, with one seed."""
+"""The description of a measurement, in one place.
+
+A field of `Knobs` is an option of `come bench` and `come reproduce`, a key of a configuration file, a part of every cell and so
+of its identity, of its record, and a line of the report: a new knob is one line here. `Plan` adds what a grid runs through
+(methods, objectives, corruptions, outliers, seeds), `Cell` the one of each that a result is of.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import platform
-import resource
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+import re
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import torch
-from torch import Tensor
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic.fields import FieldInfo
 
-from come import objectives
-from come.adapter import UNKNOWN, Adapter
-from come.bench import settings
-from come.bench.data import Account, Batch, Source, batches
-from come.bench.models import Model
-from come.errors import ComeError, InputError
-from come.guard import Event
-from come.inputs import answered
-from come.method import Step
-from come.methods import get as get_method
-from come.metrics import SCORES, brier, fpr, nll, summary
-from come.objectives import Objective
+from come.errors import ComeError, ConfigError, shown, unknown
 
-Rows = dict[str, Tensor]
-"""One entry per sample: index, label (-1: outlier), prediction, confidence, msp, uncertainty, entropy, energy, norm, nll,
-brier, finite, used, domain (number of the episode), kind (place in the stream's shifts)."""
+WHAT, HOW = "What to run", "How to run it"
+"""Groups of options in `--help`."""
+
+LONGEST = 1000
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, half characters, and what changes the direction of the text behind it: names stand in pages."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """The full configuration of one result; its key is a hash of it."""
+def _printable(text: str) -> str:
+    if not text or len(text) > LONGEST or UNPRINTABLE.search(text):
+        raise ValueError(f"must be printable text of 1 to {LONGEST} characters")
+    return text
 
-    model: str
-    data: str
-    size: int
-    setting: str
-    corruptions: tuple[str, ...]
-    severity: int
-    method: str
-    objective: str
-    hyper: dict[str, Any] = field(default_factory=dict)
-    batch_size: int = 64
-    seed: int = 0
-    checkpoint: str | None = None
-    normalization: str = "model"
-    source_data: str | None = None
-    source_size: int = 2000
-    outliers: str | None = None
-    outlier_ratio: float = 0.5
-    imbalance: float | None = None
-    rounds: int = 1
-    guard: bool = False
-    replay: str | None = None
+
+Text = Annotated[str, AfterValidator(_printable)]
+Texts = Annotated[tuple[Text, ...], Strict(False)]  # or a list
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Severity = Annotated[int, Field(ge=1, le=5)]
+Factor = Annotated[float, Field(ge=1, le=1e9)]
+Plain = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | Text
+Value = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | Text | list[Plain]
+"""What a hyperparameter may be."""
+
+
+def knob(default: Any, description: str, group: str = WHAT, **limits: Any) -> Any:
+    """A field with what `--help` says of it."""
+    return Field(default, description=description, json_schema_extra={"group": group}, **limits)
+
+
+class Description(BaseModel):
+    """Typed fields that do not change, and no others. A wrong value is a `ConfigError` in words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise self._refusal(error) from error
+
+    @classmethod
+    def _refusal(cls, error: ValidationError) -> ComeError:
+        """What is wrong with the first wrong field: "X must be LIMIT, got VALUE"."""
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ComeError):
+            return cause
+        name = ".".join(
+            spelled(str(part)) for part in first["loc"] if str(part) in cls.model_fields or isinstance(part, int)
+        )
+        if first["type"] == "extra_forbidden":
+            return unknown("option", str(first["loc"][0]), map(spelled, cls.model_fields))
+        limit = str(cause or first["msg"])
+        for theirs, ours in (("Input should be", "must be"), ("valid tuple", "list"), ("Tuple should", "must")):
+            limit = limit.replace(theirs, ours)
+        return ConfigError(f"{name} {limit[:200]}, got {shown(first['input'])}")
+
+
+class Knobs(Description):
+    """What a plan and all of its cells have in common."""
+
+    model: Text = knob("glyphs-vit", "See [bold]come list models[/].")
+    data: Text = knob("glyphs", "See [bold]come list data[/].")
+    setting: Text = knob("standard", "See [bold]come list settings[/].")
+    severity: Severity | None = knob(None, "1 to 5; by default the setting's own.")
+    outlier_ratio: float = knob(0.5, "Open world: share of outliers.", gt=0, lt=1)
+    imbalance: Factor | None = knob(
+        None, "Imbalanced: how many times likelier a class is in its part; else infinitely."
+    )
+    rounds: int = knob(1, "Lifelong: how often through all corruptions.", ge=1, le=10**4)
+    guard: bool = knob(False, "Recover from collapse, as come.adapt does by default.", HOW)
+    batch_size: Count = knob(64, "Samples that come at a time.", HOW)
+    checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
+    normalization: Literal["model", "imagenet", "half"] = knob("model", "model, imagenet or half.", HOW)
+    source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)
+    source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)
+
+
+class Cell(Knobs):
+    """The unit that is run and resumed: one method with one objective on one piece of a setting, with one seed.
+
+    Example:
+        >>> cell = Cell(method="tent", objective="come", corruptions=("fog",), severity=5, size=100)
+        >>> len(cell.key), cell.model
+        (16, 'glyphs-vit')
+    """
+
+    size: Count
+    """How many samples of the data are used, the first ones."""
+    method: Text
+    objective: Text
+    hyper: dict[Text, Value] = Field({})
+    corruptions: Texts = ()
+    outliers: Text | None = None
+    seed: Seed = 0
+    replay: Text | None = None
     """Digest of the manifests that are replayed, if any."""
 
     @property
     def key(self) -> str:
-        """Sixteen hexadecimal digits that name this configuration and no other.
-
-        Example:
-            >>> Cell("m", "d", 10, "standard", ("fog",), 5, "tent", "em").key
-            'fad2c29f8d6cfbb6'
-        """
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        """Sixteen hexadecimal digits that name this configuration and no other."""
+        return digest(self)[:16]
 
     @property
     def base(self) -> str:
@@ -79,177 +128,36 @@ class Cell:
         return self.method.partition(":")[0]
 
     @property
-    def adapter(self) -> tuple[str, str, str, int | None]:
-        """What two cells must share to use one adapter, one after the other."""
-        seed = self.seed if "seed" in get_method(self.base).hyperparameters() else None
-        return self.method, self.objective, json.dumps(self.hyper, sort_keys=True), seed
+    def pair(self) -> tuple[str, str]:
+        """Method and objective."""
+        return self.method, self.objective
 
-    def episodes(self, source: Source, outliers: Source | None = None) -> list[settings.Episode]:
-        """The streams of this cell, in order, made of the sources that it names."""
-        world = settings.World(
-            self.data,
-            self.size,
-            self.corruptions,
-            self.severity,
-            self.seed,
-            labels=lambda: source.labels().tolist(),
-            outliers=self.outliers,
-            outliers_size=0 if outliers is None else len(outliers),
-            outlier_ratio=self.outlier_ratio,
-            imbalance=self.imbalance,
-            rounds=self.rounds,
-        )
-        return list(settings.get(self.setting).episodes(world))
+    @property
+    def level(self) -> int:
+        """The severity, 5 where nobody has chosen one."""
+        return 5 if self.severity is None else self.severity
 
 
-class UnfitError(ComeError):
-    """A method that cannot be run on this model or these batches; the rest of a grid can be run all the same."""
+def digest(described: Description) -> str:
+    """64 hexadecimal digits that follow from the values alone."""
+    return hashlib.sha256(json.dumps(described.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
-def run_cell(
-    cell: Cell,
-    adapter: Adapter,
-    model: Model,
-    source: Source,
-    *,
-    device: torch.device,
-    workers: int = 0,
-    episodes: Sequence[settings.Episode] | None = None,
-    outliers: Source | None = None,
-    events: Sequence[Event] = (),
-    on_batch: Callable[[int], None] = lambda samples: None,
-) -> tuple[Rows, dict[str, Any]]:
-    """Run a cell with an adapter that has not seen a batch.
+def spelled(name: str) -> str:
+    """A field as the command line spells it.
 
-    Args:
-        episodes: run these in place of the setting's own (a replayed manifest).
-        outliers: the outlier source, if the streams have outliers.
-        events: where the adapter's guard reports to, see `Guard.on_event`.
-        on_batch: called with the number of samples done since the last call.
-
-    Returns:
-        rows, and what is known only after running: metrics, counts, time, memory.
+    >>> spelled("batch_size"), spelled("hyper")
+    ('batch-size', 'set')
     """
-    account, parts, domains, fresh = Account(), [], [], []
-    objective = objectives.get(cell.objective)
-    began = time.perf_counter()
-    _forget_peak(device)
-    for number, episode in enumerate(cell.episodes(source, outliers) if episodes is None else episodes):
-        if episode.reset:
-            adapter.reset()
-        domains.append(episode.stream.domain)
-        fresh.append(episode.reset)
-        for batch in batches(
-            source,
-            episode.stream,
-            model.preprocess,
-            batch_size=episode.batch_size or cell.batch_size,
-            device=device,
-            workers=workers,
-            account=account,
-            outliers=outliers,
-        ):
-            try:
-                step = adapter.step(batch.images)
-            except InputError as error:
-                raise UnfitError(str(error)) from error
-            parts.append(_rows(objective, step, batch, number))
-            on_batch(len(batch.labels))
-    if not parts:
-        raise InputError(f"not one image of {source.name} could be read; {account.bad} were skipped: fix the data")
-    rows = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]} if parts else {}
-    memory = _peak_megabytes(device)
-    return rows, {
-        "domains": domains,
-        "metrics": domain_metrics(rows, domains, fresh),
-        "fresh": fresh,
-        "samples": len(rows["label"]) if rows else 0,
-        "bad_images": account.bad,
-        "health": adapter.health() if cell.guard else {},
-        "events": [[event.kind, event.step] for event in events if event.kind in ("collapse", "recovered")],
-        "lr": adapter.learning_rate(cell.batch_size) if adapter.method.descends else None,
-        "seconds": time.perf_counter() - began,
-        "seconds_waiting_for_data": account.waited,
-        "peak_memory_mb": round(memory, 1),
-    }
+    return "set" if name == "hyper" else name.replace("_", "-")
 
 
-def _forget_peak(device: torch.device) -> None:
-    """Begin to measure the peak memory anew, as far as the system lets us."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # Linux; elsewhere the peak is that of the whole process so far
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_megabytes(device: torch.device) -> float:
-    """On a GPU what tensors took at most since then, on a CPU the largest size of the process."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        status = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
-def _rows(objective: Objective, step: Step, batch: Batch, domain: int) -> dict[str, Tensor]:
-    """What is kept of each sample; all tensors stay on the device. A diverged model has values too: the least confident."""
-    z, labels = step.logits.float(), batch.labels
-    finite = answered(z) if step.valid is None else step.valid
-    z = torch.where(finite[:, None], z, UNKNOWN)
-    log_p = z.log_softmax(dim=1)
-    probability, prediction = log_p.exp().max(dim=1)
-    return {
-        "index": batch.indices.to(torch.int32),
-        "label": labels.to(torch.int32),
-        "prediction": prediction.to(torch.int32),
-        "confidence": torch.where(finite, objective.confidence(z).float(), 0),
-        "msp": torch.where(finite, probability, 0),
-        "uncertainty": torch.where(finite, objective.uncertainty(z).float(), 1),
-        "entropy": torch.special.entr(log_p.exp()).sum(dim=1),
-        "energy": z.logsumexp(dim=1),
-        "norm": torch.where(finite[:, None] & ~z.isneginf(), z, 0).norm(dim=1),  # a masked class is -inf
-        "nll": nll(log_p, labels),
-        "brier": brier(log_p, labels),
-        "finite": finite,
-        "used": torch.zeros_like(finite) if step.used is None else step.used,
-        "domain": torch.full_like(labels, domain, dtype=torch.int16),
-        "kind": batch.kinds.to(torch.int16),
-    }
-
-
-def domain_metrics(
-    rows: Rows, domains: Sequence[str], fresh: Sequence[bool], score: str = "confidence"
-) -> dict[str, dict[str, float]]:
-    """All metrics of each domain; where the method was not reset before it, also the FPR over everything since."""
-    found: dict[str, dict[str, float]] = {}
-    since = 0
-    for i, domain in enumerate(domains):
-        since = i if fresh[i] else since
-        here = {name: value[rows["domain"] == i] for name, value in rows.items()}
-        found[domain] = summary(here, score=score)
-        found[domain]["diverged"] = 1 - here["finite"].double().mean().item() if len(here["finite"]) else 0.0
-        if since < i:
-            so_far = (rows["domain"] >= since) & (rows["domain"] <= i)
-            right = rows["prediction"][so_far] == rows["label"][so_far]
-            found[domain]["fpr_so_far"] = fpr(SCORES[score]({n: v[so_far] for n, v in rows.items()}), right)
-        elif len(domains) > 1 and not all(fresh):
-            found[domain]["fpr_so_far"] = found[domain]["fpr"]
-    return found
-
-
-def surroundings(device: torch.device) -> dict[str, Any]:
-    """Where a result was made: versions, device, threads."""
-    found = {}
-    for package in ("come-tta", "torch", "timm", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "from source"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "versions": {"python": platform.python_version(), **found},
-        "device": f"{device.type}: {name}",
-        "threads": torch.get_num_threads(),
-    }
+def shape(field: FieldInfo) -> Literal["list", "flag", "number", "table", "text"]:
+    """What a field looks like on a command line."""
+    kind: Any = field.annotation
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (part for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    kind = get_origin(kind) or kind
+    return {tuple: "list", bool: "flag", int: "number", float: "number", dict: "table"}.get(kind, "text")  # type: ignore[return-value]

@@ -1,142 +1,195 @@
-"""Two runs side by side: what changed beyond chance, sample by sample.
+"""Two runs side by side: what changed beyond chance, in accuracy and FPR, and what it costs.
 
-Cells of the two runs are paired by method, objective, domain and seed, and their rows by the identity of each sample. McNemar's
-exact test looks at the samples that only one of the two got right; its p-values are corrected for the number of rows (Holm).
-With several seeds the spread of the difference over seeds stands beside it: a change within that spread is noise of the
-order of the stream, however small its p-value.
+Cells are paired by what they are a measurement of: the data, the stream, the method, the objective, the seed. What a user
+changes between two runs (the model, hyperparameters, the guard, ...) may differ, and is said. Streams of different samples are
+not compared.
+
+The p-values of all rows are corrected together (Benjamini and Hochberg): of the rows that are called better or worse, at most
+5% are expected to be false.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from typing import Any
 
-import torch
-from torch import Tensor
+from rich.console import RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
-from come.bench import Record, RunFolder
+from come.bench.cell import Cell
+from come.bench.folder import RunFolder
+from come.bench.record import Record
+from come.bench.report.costs import Cost, by_pair, cost, unlike
+from come.bench.report.tables import STYLES
+from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, compared, corrected, gathered
 from come.errors import InputError
-from come.metrics import paired_difference
 
-LEVEL = 0.01
-"""Corrected p-value below which a change is called one."""
+VARIED = frozenset(
+    {"model", "checkpoint", "normalization", "guard", "hyper", "source_data", "source_size", "size", "replay"}
+)
+"""Fields of a cell that may differ between two runs that are compared."""
+
+Identity = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One method with one objective on one domain, in both runs.
-
-    Args:
-        samples: how many samples both runs saw, over all seeds.
-        before: accuracy in the first run, in percent.
-        after: in the second.
-        p: McNemar's p-value, corrected for the number of rows.
-        spread: standard deviation of the difference over seeds, in points; None for one seed.
-        fpr: change of the FPR, in points.
-    """
+    """One method with one objective on one domain, or on average, in both runs."""
 
     method: str
     objective: str
     domain: str
-    samples: int
-    before: float
-    after: float
-    p: float
-    spread: float | None
-    fpr: float
-
-    @property
-    def verdict(self) -> str:
-        """ "better", "worse", or "same" for what chance and seeds explain."""
-        difference = self.after - self.before
-        if self.p >= LEVEL or (self.spread is not None and abs(difference) <= self.spread):
-            return "same"
-        return "better" if difference > 0 else "worse"
+    verdicts: Mapping[str, Verdict]
+    """By metric, those that are defined."""
 
 
-def compare_runs(first: RunFolder, second: RunFolder) -> list[Change]:
+@dataclass(frozen=True)
+class Comparison:
+    """What changed from the first run to the second."""
+
+    changes: Sequence[Change]
+    differing: Sequence[str]
+    """What was not the same in the two runs: fields of the cells, versions."""
+    costs: Mapping[tuple[str, str], tuple[Cost, Cost]]
+    """By method and objective, before and after."""
+    unlike: str
+    """Why the costs are not compared, if they are not."""
+    alone: tuple[int, int]
+    """Cells that only the first run has, and only the second."""
+
+
+def compare_runs(first: RunFolder, second: RunFolder) -> Comparison:
     """What changed from the first run to the second.
 
     Raises:
-        InputError: the runs have nothing in common.
+        InputError: the runs have nothing in common, or one of them has several cells of the same kind.
     """
-    ours, theirs = _by_identity(first.records()), _by_identity(second.records())
-    pairs: dict[tuple[str, str, str], list[tuple[Tensor, Tensor, float]]] = {}
-    for key in (key for key in ours if key in theirs):
-        a, b = ours[key], theirs[key]
-        rows_a, rows_b = first.rows(a.key), second.rows(b.key)
-        for domain in (d for d in a.result["domains"] if d in b.result["domains"]):
-            right_a, right_b = _paired(
-                rows_a, a.result["domains"].index(domain), rows_b, b.result["domains"].index(domain)
-            )
-            if len(right_a):
-                change = 100 * (b.result["metrics"][domain]["fpr"] - a.result["metrics"][domain]["fpr"])
-                row = (a.cell["method"], a.cell["objective"], domain)
-                pairs.setdefault(row, []).append((right_a, right_b, change))
-    if not pairs:
+    ours, theirs = _by_identity(first), _by_identity(second)
+    both = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    if not both:
         raise InputError(
-            f"{first.path} and {second.path} have no method, objective, domain, seed and samples in common; compare runs of "
-            "the same data"
+            f"{first.path} and {second.path} have no cell in common: compare runs of the same data, setting, method, "
+            "objective, corruption and seed"
         )
-    tests = {key: paired_difference(*_joined(found)) for key, found in pairs.items()}
-    corrected = _holm({key: test.p for key, test in tests.items()})
-    changes = []
-    for (method, objective, domain), found in pairs.items():
-        before, after = _joined(found)
-        by_seed = [100 * (b.double().mean() - a.double().mean()).item() for a, b, _ in found]
-        changes.append(
-            Change(
-                method,
-                objective,
-                domain,
-                len(before),
-                100 * before.double().mean().item(),
-                100 * after.double().mean().item(),
-                corrected[method, objective, domain],
-                stdev(by_seed) if len(by_seed) > 1 else None,
-                fmean(change for _, _, change in found),
+    before, after = ([pair[i] for pair in both] for i in (0, 1))
+    groups_before, groups_after = by_pair(before), by_pair(after)
+    judged: Verdicts = {}
+    for pair, group in groups_before.items():
+        domains, others = (
+            list(dict.fromkeys(d for r in records for d in r.result.domains)) for records in (group, groups_after[pair])
+        )
+        found = compared(gathered(first, group), gathered(second, groups_after[pair]), domains)
+        judged |= {(*pair, *key): v for key, v in found.items() if key[0] != AVERAGE or len(domains) > 1}
+        for domain in (d for d in (*domains, *others) if (d in domains) != (d in others)):
+            judged |= {(*pair, domain, m): Verdict(m, reason="only one run has this domain") for m in METRICS}
+    for metric in METRICS:
+        judged |= corrected({key: verdict for key, verdict in judged.items() if key[-1] == metric})
+    rows: dict[tuple[str, str, str], dict[str, Verdict]] = {}
+    for (method, objective, domain, metric), verdict in judged.items():
+        rows.setdefault((method, objective, domain), {})[metric] = verdict
+    return Comparison(
+        [Change(*row, verdicts) for row, verdicts in rows.items()],
+        _differing(before, after),
+        {pair: (cost(group), cost(groups_after[pair])) for pair, group in groups_before.items()},
+        unlike([*groups_before.values(), *groups_after.values()]),
+        (len(ours) - len(both), len(theirs) - len(both)),
+    )
+
+
+def _by_identity(folder: RunFolder) -> dict[Identity, Record]:
+    names = [name for name in Cell.model_fields if name not in VARIED]
+    found: dict[Identity, Record] = {}
+    for record in folder.records():
+        other = found.setdefault(tuple(getattr(record.cell, name) for name in names), record)
+        if other is not record:
+            differ = "; ".join(_differing([other], [record]))
+            raise InputError(
+                f"{folder.path} holds two cells of {' + '.join(record.cell.pair)} on the same stream ({differ}), so it is not "
+                "clear which one to compare; give each plan its own --out"
             )
-        )
-    return changes
-
-
-def _by_identity(records: Iterable[Record]) -> dict[tuple[object, ...], Record]:
-    """Cells by what they are a measurement of; the model, hyperparameters and versions may differ."""
-    return {
-        (c["method"], c["objective"], c["setting"], c["data"], tuple(c["corruptions"]), c["severity"], c["seed"],
-         c["outliers"], c["outlier_ratio"], c["imbalance"], c["rounds"]): r
-        for r in records
-        for c in (r.cell,)
-    }  # fmt: skip
-
-
-def _paired(a: dict[str, Tensor], domain_a: int, b: dict[str, Tensor], domain_b: int) -> tuple[Tensor, Tensor]:
-    """Which of the labelled samples that both saw in that domain each run got right."""
-    right_a, right_b = _right(a, domain_a), _right(b, domain_b)
-    common = [sample for sample in right_a if sample in right_b]
-    return torch.tensor([right_a[s] for s in common]), torch.tensor([right_b[s] for s in common])
-
-
-def _right(rows: dict[str, Tensor], domain: int) -> dict[tuple[int, int], bool]:
-    chosen = (rows["domain"] == domain) & (rows["label"] >= 0)
-    right = (rows["prediction"] == rows["label"])[chosen].tolist()
-    identity = zip(rows["index"][chosen].tolist(), rows["kind"][chosen].tolist(), strict=True)
-    return dict(zip(identity, right, strict=True))
-
-
-def _joined(found: list[tuple[Tensor, Tensor, float]]) -> tuple[Tensor, Tensor]:
-    return torch.cat([a for a, _, _ in found]), torch.cat([b for _, b, _ in found])
-
-
-def _holm(p: dict[tuple[str, str, str], float]) -> dict[tuple[str, str, str], float]:
-    """Holm's correction: the smallest p-value times n, the next times n - 1, ..., never decreasing.
-
-    >>> _holm({("a", "", ""): 0.01, ("b", "", ""): 0.04})
-    {('a', '', ''): 0.02, ('b', '', ''): 0.04}
-    """
-    found, largest = {}, 0.0
-    for rank, (key, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):
-        largest = max(largest, min(1.0, value * (len(p) - rank)))
-        found[key] = largest
     return found
+
+
+def _differing(before: Iterable[Record], after: Iterable[Record]) -> list[str]:
+    """The fields that differ between paired cells, with their values in both."""
+    found: dict[str, None] = {}
+    for a, b in zip(before, after, strict=True):
+        for name in (name for name in Cell.model_fields if name in VARIED):
+            pair = getattr(a.cell, name), getattr(b.cell, name)
+            if pair[0] != pair[1]:
+                method = f" of {a.cell.method}" if name == "hyper" else ""
+                found[f"{name}{method}: {pair[0]} and {pair[1]}"] = None
+        for name in dict.fromkeys((*a.machine.versions, *b.machine.versions)):
+            versions = a.machine.versions.get(name, "none"), b.machine.versions.get(name, "none")
+            if versions[0] != versions[1]:
+                found[f"{name}: {versions[0]} and {versions[1]}"] = None
+    return list(found)
+
+
+def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[RenderableType]:
+    """The comparison for a terminal: a table, its summary, what differed, costs.
+
+    Args:
+        everything: also rows without a difference.
+    """
+    changes = comparison.changes
+    shown = [c for c in changes if everything or any(v.found or v.reason for v in c.verdicts.values())]
+    parts: list[RenderableType] = [_table(shown)] if shown else []
+    for metric, name in (("accuracy", "accuracy"), ("fpr", "FPR")):
+        verdicts = [c.verdicts[metric] for c in changes if metric in c.verdicts]
+        counts = {word: sum(v.change == word for v in verdicts) for word in ("better", "worse")}
+        refused = sum(bool(v.reason) for v in verdicts)
+        same = len(verdicts) - sum(counts.values()) - refused
+        text = f"{name}: {counts['better']} better, {counts['worse']} worse, {same} without a difference"
+        parts.append(Text(f"{text}, {refused} not comparable, of {len(verdicts)} rows"))
+    if any(v.found and len(v.by_seed) == 1 for c in changes for v in c.verdicts.values()):
+        parts.append(Text(ONE_SEED))
+    parts += [Text(f"differs: {text}") for text in comparison.differing]
+    if any(comparison.alone):
+        parts.append(
+            Text(f"left out: {comparison.alone[0]} cells of the first run only, {comparison.alone[1]} of the second")
+        )
+    note = (
+        "Intervals are 95%, of one row alone, from resampled images; verdicts are corrected for the number of rows: of those "
+        "that are called better or worse, at most 5% are expected to be false."
+    )
+    return [*parts, *_costs(comparison), Text(note, "dim")]
+
+
+def _table(changes: Sequence[Change]) -> RichTable:
+    table = RichTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for head in ("method", "domain", "metric", "before", "after", "change", "95% interval", "verdict"):
+        left = head in ("method", "domain", "metric", "verdict")
+        table.add_column(head, justify="left" if left else "right", no_wrap=head not in ("method", "domain", "verdict"))
+    for change in changes:
+        for metric, v in change.verdicts.items():
+            numbers = [f"{v.before:.1f}", f"{v.after:.1f}", v.points, f"{v.low:+.1f} to {v.high:+.1f}"]
+            verdict = v.change + " (one seed)" * (len(v.by_seed) == 1) if v.found else v.words
+            name = {"accuracy": "accuracy", "fpr": "FPR"}[metric]
+            texts = [
+                f"{change.method} + {change.objective}",
+                change.domain,
+                name,
+                *(numbers if not v.reason else [""] * 4),
+            ]
+            table.add_row(*map(Text, texts), Text(verdict, STYLES[v.change]))
+    return table
+
+
+def _costs(comparison: Comparison) -> list[RenderableType]:
+    if comparison.unlike:
+        return [Text(f"Costs are not compared: {comparison.unlike}.")]
+    table = RichTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for head in ("method", "ms per image", "times", "peak MB", "times"):
+        table.add_column(head, justify="left" if head == "method" else "right", no_wrap=head != "method")
+    for (method, objective), (a, b) in comparison.costs.items():
+        cells = []
+        for before, after, form in (
+            (1000 * a.seconds_per_image, 1000 * b.seconds_per_image, ".2f"),
+            (a.memory_mb, b.memory_mb, ".0f"),
+        ):
+            cells += [f"{before:{form}} → {after:{form}}", f"{after / before:.2f}" if before else "·"]
+        table.add_row(Text(f"{method} + {objective}"), *cells)
+    return [table]

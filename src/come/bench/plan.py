@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from pydantic import model_validator
+
 from come import corruptions, methods, objectives
 from come.bench import settings
-from come.bench.cell import Cell
-from come.errors import ConfigError, require, require_int, unknown
+from come.bench.cell import HOW, Cell, Count, Knobs, Seed, Text, Texts, Value, digest, knob, shape, spelled
+from come.bench.paper import rank
+from come.errors import ConfigError, require, unknown
 from come.registry import literal, parse
 
 GIVEN = frozenset({"objective", "source", "normalization", "seed"})
@@ -21,10 +22,12 @@ GIVEN = frozenset({"objective", "source", "normalization", "seed"})
 QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if group != "extra")
 """The first corruption of each of the four groups."""
 
+GLYPH_OUTLIERS = ("glyph-outliers:near", "glyph-outliers:far")
+STREAMS = "Names or groups (noise, blur, weather, digital, extra); by default the setting's own, or one of each group."
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that decides a run's numbers. Every name in it is checked when it is made.
+
+class Plan(Knobs):
+    """Everything that decides a run's numbers. Every value in it is checked when it is made.
 
     Example:
         >>> plan = Plan(methods=("source", "tent"), corruptions=("fog",), seeds=(0, 1))
@@ -32,91 +35,82 @@ class Plan:
         6
     """
 
-    model: str = "glyphs-vit"
-    data: str = "glyphs"
-    setting: str = "standard"
-    methods: tuple[str, ...] = ("source", "norm", "tent", "eata", "sar")
-    objectives: tuple[str, ...] = ("em", "come")
-    corruptions: tuple[str, ...] | None = None
-    """None is the setting's own choice, or one of each group."""
-    severity: int | None = None
-    """None is the setting's own: 5, or 3 in an open world."""
-    batch_size: int = 64
-    seeds: tuple[int, ...] = (0,)
-    hyper: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Hyperparameters by method: {"tent": {"lr": 5e-4}}."""
-    checkpoint: str | None = None
-    normalization: str = "model"
-    source_data: str | None = None
-    source_size: int = 2000
-    limit: int | None = None
-    """Use the first samples only; None uses all."""
-    outliers: tuple[str, ...] | None = None
-    """Outlier sources of an open world, beside the column without any; None is those of `glyphs`."""
-    outlier_ratio: float = 0.5
-    imbalance: float | None = None
-    """How many times likelier a class is in its own part of an imbalanced stream; None is infinitely."""
-    rounds: int = 1
-    """How often a lifelong stream goes through the corruptions."""
-    guard: bool = False
-    """Run with the guard that `come.adapt` has by default; the paper's methods have none."""
+    methods: Texts = knob(("source", "norm", "tent", "eata", "sar"), "Names, or all. See [bold]come list methods[/].")
+    objectives: Texts = knob(("em", "come"), "See [bold]come list objectives[/].")
+    corruptions: Texts | None = knob(None, STREAMS)
+    outliers: Texts | None = knob(None, "Open world: sources of outliers; by default those of glyphs.")
+    seeds: tuple[Seed, ...] = knob((0,), "Several give mean and deviation.", strict=False)
+    limit: Count | None = knob(None, "Use the first N samples only.", HOW)
+    hyper: dict[Text, dict[Text, Value]] = knob({}, "A hyperparameter, e.g. tent.lr=5e-4. Repeatable.", HOW)
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Put the setting's own values where none are given, and refuse those that would change nothing."""
+        if not isinstance(values.get("setting", "standard"), str):
+            return values  # which the type of the field refuses
+        setting = settings.get(values.get("setting", "standard"))
+        filled: dict[str, Any] = {
+            "severity": setting.severity,
+            "corruptions": QUICK if setting.corruptions is None else setting.corruptions,
+        }
+        if setting.pieces == "outliers" and str(values.get("data", "glyphs")).partition(":")[0] == "glyphs":
+            filled["outliers"] = GLYPH_OUTLIERS
+        given = {name for name, value in values.items() if value is not None and name in cls.model_fields}
+        given = {name for name in given if values[name] not in (cls.model_fields[name].default, filled.get(name))}
+        readers = {s.name: s.reads for s in map(settings.get, settings.names())}
+        elsewhere = frozenset().union(*readers.values()) - setting.reads
+        for name in sorted(given & (elsewhere | setting.ignores)):
+            where = [reader for reader, reads in readers.items() if name in reads]
+            repair = f", or choose --setting {' or '.join(where)}" if where else ""
+            raise ConfigError(f"{spelled(name)} has no effect in the {setting.name} setting; leave it out{repair}")
+        return filled | {name: value for name, value in values.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
         setting = settings.get(self.setting)
-        if self.severity is None:
-            object.__setattr__(self, "severity", setting.severity)
-        if self.corruptions is None:
-            object.__setattr__(self, "corruptions", QUICK if setting.corruptions is None else setting.corruptions)
+        if setting.pieces == "outliers" and self.outliers is None:
+            raise ConfigError(
+                f"the {self.setting} setting needs outliers for {self.data!r}: give --outliers, e.g. folder:textures"
+            )
         for name in self.objectives:
             objectives.get(name)
-        assert self.severity is not None
         for name in self.corruptions or ():
-            corruptions.check_choice(name, self.severity, 0, None)
-        self._check_outliers(setting)
-        require(self.imbalance is None or self.imbalance >= 1, "imbalance", self.imbalance, ">= 1, or None")
-        require_int("rounds", self.rounds, 1)
-        require_int("batch-size", self.batch_size, 1)
-        require_int("source-size", self.source_size, 1)
-        if self.limit is not None:
-            require_int("limit", self.limit, 1)
-        for field_name in ("methods", "objectives", "corruptions", "seeds"):
-            values = getattr(self, field_name)
-            empty = field_name == "corruptions" and setting.corruptions == ()
-            require(bool(values) or empty, field_name, values, "a list of at least one")
-            require(len(set(values)) == len(values), field_name, values, "a list without repetition")
+            corruptions.check_choice(name, self.severity or 5, 0, None)
+        for field in ("methods", "objectives", "corruptions", "seeds", "outliers"):
+            values = getattr(self, field)
+            if values is not None:
+                empty = field == "corruptions" and setting.corruptions == ()
+                require(bool(values) or empty, field, values, "a list of at least one")
+                require(len(set(values)) == len(values), field, values, "a list without repetition")
+        self._check_hyperparameters()
+        return self
+
+    def _check_hyperparameters(self) -> None:
+        names = [parse(spec)[0] for spec in self.methods]
+        for name in self.hyper:
+            if name not in names:
+                raise unknown("method in this run", name, self.methods)
         for spec in self.methods:
-            name, chosen = parse(spec)
-            self._check_hyper(name, chosen)
-        for method, chosen in self.hyper.items():
-            if method not in {parse(spec)[0] for spec in self.methods}:
-                raise unknown("method in this run", method, self.methods)
-            self._check_hyper(method, chosen)
-
-    def _check_hyper(self, method: str, chosen: dict[str, Any]) -> None:
-        known = methods.get(method).hyperparameters()
-        for key in chosen:
-            if key not in known or key in GIVEN:
-                raise unknown(f"hyperparameter of {method}", key, set(known) - GIVEN)
-
-    def _check_outliers(self, setting: settings.Setting) -> None:
-        require(0 < self.outlier_ratio < 1, "outlier-ratio", self.outlier_ratio, "between 0 and 1")
-        if setting.pieces != "outliers":
-            require(self.outliers is None, "outliers", self.outliers, "left out: only the open-world setting has them")
-        elif self.outliers is None:
-            if self.data.partition(":")[0] != "glyphs":
-                raise ConfigError(
-                    f"the open-world setting needs outliers for {self.data!r}: give --outliers, e.g. folder:textures"
-                )
-            object.__setattr__(self, "outliers", ("glyph-outliers:near", "glyph-outliers:far"))
+            name, variant = parse(spec)
+            chosen = self.hyper.get(name, {}) | variant
+            known = methods.get(name).hyperparameters()
+            for key in chosen:
+                if key not in known or key in GIVEN:
+                    raise unknown(f"hyperparameter of {name}", key, set(known) - GIVEN)
+            methods.make(name, **chosen)  # types and ranges
+        if not any("source" in methods.get(name).hyperparameters() for name in names):
+            for field in ("source_data", "source_size"):
+                if getattr(self, field) != type(self).model_fields[field].default:
+                    raise ConfigError(f"{spelled(field)} has no effect: none of {', '.join(names)} uses source images")
 
     def cells(self, size: int) -> Iterator[Cell]:
         """The cells of the plan for a source of `size` samples, those that share an adapter next to each other."""
         setting = settings.get(self.setting)
-        shifts, severity = self.corruptions, self.severity
-        assert shifts is not None
-        assert severity is not None
+        shifts = self.corruptions or ()
         by_corruption = [(name,) for name in shifts] if setting.pieces else [shifts]
-        outliers = (None, *(self.outliers or ())) if setting.pieces == "outliers" else (None,)
+        outliers = (None, *(self.outliers or ()))
+        shared = {name: getattr(self, name) for name in Knobs.model_fields}
         for spec in self.methods:
             method, variant = parse(spec)
             hyper = setting.hyper.get(method, {}) | self.hyper.get(method, {}) | variant
@@ -124,34 +118,30 @@ class Plan:
             for objective in self.objectives if methods.get(method).minimizes else self.objectives[:1]:
                 for seed, piece, outlier in product(self.seeds, by_corruption, outliers):
                     yield Cell(
-                        model=self.model,
-                        data=self.data,
+                        **shared,
                         size=size if self.limit is None else min(size, self.limit),
-                        setting=self.setting,
-                        corruptions=piece,
-                        severity=severity,
                         method=spec,
                         objective=objective,
                         hyper=hyper,
-                        batch_size=self.batch_size,
-                        seed=seed,
-                        checkpoint=self.checkpoint,
-                        normalization=self.normalization,
-                        source_data=self.source_data,
-                        source_size=self.source_size,
+                        corruptions=piece,
                         outliers=outlier,
-                        outlier_ratio=self.outlier_ratio if outlier else 0.5,
-                        imbalance=self.imbalance,
-                        rounds=self.rounds,
-                        guard=self.guard,
+                        seed=seed,
                     )
+
+    def but(self, **changes: Any) -> Plan:
+        """This plan with other values for some fields; None is the setting's own.
+
+        Example:
+            >>> Plan().but(seeds=(0, 1)).seeds
+            (0, 1)
+        """
+        return Plan(**(dict(self) | changes))
 
     @property
     def slug(self) -> str:
         """A folder name that is the same for the same plan."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         data = self.data.partition(":")[0]
-        return f"{self.setting}-{data}-{self.model.replace(':', '-').replace('/', '-')}-{digest}"
+        return f"{self.setting}-{data}-{self.model.replace(':', '-').replace('/', '-')}-{digest(self)[:8]}"[-200:]
 
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -167,6 +157,50 @@ def preset(name: str) -> dict[str, Any]:
     return PRESETS[name][1]
 
 
+def named(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A table of options, such as a configuration file, by the names of a plan's fields."""
+    fields = {spelled(name): name for name in Plan.model_fields}
+    for key in found:
+        if key.replace("_", "-") not in fields:
+            raise unknown(f"option in {where}", key, fields)
+    return {fields[key.replace("_", "-")]: value for key, value in found.items()}
+
+
+def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
+    """Options as they were typed: lists with commas between, groups of corruptions, `all`, and METHOD.NAME=VALUE."""
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        kind = shape(Plan.model_fields[name])
+        if kind == "table":
+            values[name] = {}
+            for part in text:  # type: ignore[union-attr]
+                method, key, chosen = parse_hyper(part)
+                values[name].setdefault(method, {})[key] = chosen
+        elif kind == "list":
+            parts = tuple(part.strip() for part in str(text).split(","))
+            values[name] = tuple(map(_number, parts)) if name == "seeds" else _expanded(name, parts)
+        else:
+            values[name] = _number(str(text)) if kind == "number" else text
+    return values
+
+
+def _number(text: str) -> Any:
+    """A number, or the text, which the plan then refuses in words."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _expanded(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
+    if name == "corruptions":
+        groups = {**{g: corruptions.names(g) for g in (*corruptions.GROUPS, "standard")}, "all": corruptions.names()}
+        return tuple(one for value in values for one in groups.get(value, (value,)))
+    if values == ("all",) and name in ("methods", "objectives"):
+        return tuple(sorted(methods.names(), key=rank) if name == "methods" else objectives.names())
+    return values
+
+
 def parse_hyper(text: str) -> tuple[str, str, Any]:
     """`tent.lr=5e-4` -> ("tent", "lr", 0.0005).
 
@@ -177,5 +211,5 @@ def parse_hyper(text: str) -> tuple[str, str, Any]:
     target, equals, value = text.partition("=")
     method, dot, key = target.partition(".")
     if not (equals and dot and method and key and value):
-        raise ConfigError(f"--set {text!r} is not METHOD.NAME=VALUE; write e.g. --set tent.lr=5e-4")
+        raise ConfigError(f"set must be METHOD.NAME=VALUE, e.g. tent.lr=5e-4, got {text!r}")
     return method, key, literal(value)

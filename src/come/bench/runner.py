@@ -1,28 +1,33 @@
-"""Run a plan: one cell after the other, skipping what is done, losing at most the cell in flight."""
+"""Run a plan: check everything, then one cell after the other, skipping what is done, losing at most the cell in flight."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from come.adapter import Adapter, adapt
-from come.bench import models
-from come.bench.cell import Cell, UnfitError, run_cell, surroundings
-from come.bench.data import Geometry, Source, open_source
-from come.bench.data.sources import OnBadImage
-from come.bench.data.streams import OUTLIER, Stream
+from come.bench import models, settings
+from come.bench.cell import Cell
+from come.bench.data import OnBadImage, Source, Stream, open_source
+from come.bench.data.streams import OUTLIER
+from come.bench.folder import RunFolder, check_space
+from come.bench.measure import UnfitError, run_cell
 from come.bench.plan import Plan
+from come.bench.record import Record
 from come.bench.settings import Episode
-from come.bench.store import Record, RunFolder
-from come.errors import InputError, ModelError
+from come.errors import ConfigError, InputError, ModelError, require_int
 from come.guard import Event, Guard
 from come.methods import get as get_method
+
+WORKERS = 256
+"""Processes that decode images, at most."""
 
 
 class Progress:
@@ -44,84 +49,128 @@ class Progress:
 class _Made(NamedTuple):
     """An adapter that several cells use, one after the other."""
 
-    key: tuple[str, str, str, int | None]
-    """`Cell.adapter`."""
+    key: tuple[object, ...]
     adapter: Adapter
-    first: dict[str, torch.Tensor]
+    first: dict[str, Tensor]
     """Its state when it was made."""
     events: list[Event]
     """What its guard reports."""
 
 
-@dataclass
 class Bench:
-    """A plan with its model and data at hand, ready to run.
+    """A plan with its model and data at hand, checked and ready to run.
 
     Args:
         plan: what to run.
         device: where.
-        workers: processes that decode images.
+        workers: processes that decode images; by default none for the embedded data and your own, else up to 4.
         on_bad_image: "raise" or "skip".
         source: a source to use in place of opening `plan.data` (any torch Dataset, through `come.bench.data.DatasetSource`).
         model: a model to use in place of loading `plan.model`.
         streams: manifests to replay in place of the setting's own streams.
+
+    Raises:
+        ComeError: the device, the model, its checkpoint, the data, the outliers or the source images cannot be used, they do
+            not belong together, or no method of the plan can be run on this model.
     """
 
-    plan: Plan
-    device: str = "cpu"
-    workers: int = 0
-    on_bad_image: OnBadImage = "raise"
-    source: Source | None = None
-    model: models.Model | None = None
-    streams: list[Stream] | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            self._device = torch.device(self.device)
-            torch.empty(0, device=self._device)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(
-                f"device {self.device!r} cannot be used here ({str(error).splitlines()[0]}); use cpu, or cuda on a GPU machine"
-            ) from error
-        plan = self.plan
-        self._model = self.model or models.load(
-            plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization
-        )
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        device: str = "cpu",
+        workers: int | None = None,
+        on_bad_image: OnBadImage = "raise",
+        source: Source | None = None,
+        model: models.Model | None = None,
+        streams: Sequence[Stream] = (),
+    ) -> None:
+        self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
+        here = source is not None or plan.data.startswith("glyphs")
+        self._workers = workers if workers is not None else 0 if here else min(4, os.cpu_count() or 1)
+        require_int("workers", self._workers, 0)
+        if self._workers > WORKERS:
+            raise ConfigError(f"workers must be an integer from 0 to {WORKERS}, got {workers}")
+        self._device = _device(device)
+        self._model = model or models.load(plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization)
         self._model.module.to(self._device)
-        preprocess = self._model.preprocess
-        self._geometry = Geometry(preprocess.size, preprocess.resize, preprocess.interpolation)
-        self._source = self.source or open_source(plan.data, self._geometry, self.on_bad_image)
-        if self._source.num_classes != self._model.num_classes:
+        self._source = source or self._open(plan.data)
+        self._outliers = {spec: self._open(spec) for spec in plan.outliers or ()}
+        self._check_data()
+        self._check_streams()
+        replay = (
+            hashlib.sha256("".join(sorted(s.digest for s in streams)).encode()).hexdigest()[:16] if streams else None
+        )
+        self.cells = [cell.model_copy(update={"replay": replay}) for cell in plan.cells(len(self._source))]
+        self._made: _Made | None = None
+        self.refused: dict[str, str] = {}
+        """Methods that cannot be run on this model or these streams, and why."""
+        self._try_methods()
+
+    def _open(self, spec: str) -> Source:
+        return open_source(spec, self._model.preprocess, self._on_bad_image)
+
+    def _check_data(self) -> None:
+        plan, source, model = self.plan, self._source, self._model
+        if source.num_classes != model.num_classes:
             raise InputError(
-                f"{self._source.name} has {self._source.num_classes} classes, {self._model.name} has "
-                f"{self._model.num_classes}; choose a model and data that belong together"
+                f"{source.name} has {source.num_classes} classes, {model.name} has {model.num_classes}; choose a model and "
+                "data that belong together"
             )
-        held = self._source.holds
-        shifts = plan.corruptions or ()
-        if held is not None and not shifts:
+        if source.holds is not None and not plan.corruptions:
             raise InputError(
-                f"{self._source.name} holds corrupted images only; the {plan.setting} setting needs clean ones: folder:PATH"
+                f"{source.name} holds corrupted images only; the {plan.setting} setting needs clean ones: folder:PATH"
             )
-        missing = [] if held is None else [name for name in shifts if name not in held]
-        if missing:
-            raise InputError(
-                f"{self._source.name} does not hold {', '.join(missing)}; it holds {', '.join(held or ())}"
-            )
-        replay = None
-        if self.streams:
-            replay = hashlib.sha256(repr(sorted(self.streams, key=repr)).encode()).hexdigest()[:16]
-        self.cells: list[Cell] = [replace(cell, replay=replay) for cell in plan.cells(len(self._source))]
-        for stream in self.streams or []:
+        severities = range(1, 6) if plan.setting == "gradual" else (plan.severity or 5,)
+        for severity in severities:
+            source.require(plan.corruptions or (), severity)
+        if any("source" in get_method(name.partition(":")[0]).hyperparameters() for name in plan.methods):
+            self._clean = self._open(plan.source_data) if plan.source_data else source
+            self._clean.source_images(1)
+
+    def _check_streams(self) -> None:
+        for stream in self._streams:
             last = max((i for p, i in enumerate(stream.order) if stream.kind(p) != OUTLIER), default=0)
-            if stream.data != plan.data or last >= len(self._source):
+            if stream.data != self.plan.data or last >= len(self._source):
                 raise InputError(
-                    f"the stream is of {stream.data!r} up to index {last}, the data is {plan.data!r} "
+                    f"the stream is of {stream.data!r} up to index {last}, the data is {self.plan.data!r} "
                     f"with {len(self._source)} samples; replay it on the data it was made from"
                 )
-        self._outliers: dict[str, Source] = {}
-        self.refused: dict[str, tuple[Cell, str]] = {}
-        """Cells that could not be run, by key, and why."""
-        self._made: _Made | None = None
+            if stream.outliers is not None and stream.outliers not in self._outliers:
+                raise InputError(
+                    f"the stream has outliers of {stream.outliers!r}, which is opened only if you name it: give --setting "
+                    f"open-world --outliers {stream.outliers}"
+                )
+
+    def _try_methods(self) -> None:
+        """Find out which methods cannot be run, before anything is: make each once, and show it a batch."""
+        shape = (3, self._model.preprocess.size, self._model.preprocess.size)
+        for cell in {cell.method: cell for cell in self.cells}.values():
+            smallest = min(map(_smallest_batch, self.episodes(cell), [cell] * 10**6))
+            pixels = torch.Generator().manual_seed(0)
+            images = torch.randint(256, (max(smallest, 2), *shape), generator=pixels, dtype=torch.uint8)
+            batch = self._model.preprocess(images.to(self._device))
+            try:
+                self._adapter(cell, [batch[:2]]).check(batch[:smallest])
+            except (ModelError, InputError) as error:
+                self.refused[cell.method] = str(error)
+        if len(self.refused) == len(self.plan.methods):
+            raise InputError(next(iter(self.refused.values())))
+
+    def episodes(self, cell: Cell) -> list[Episode]:
+        """The streams of a cell, in order: the setting's own, or those that are replayed."""
+        if not self._streams:
+            return list(
+                settings.get(cell.setting).episodes(cell, self._source, self._outliers.get(cell.outliers or ""))
+            )
+        chosen = [
+            Episode(s, reset=True)
+            for s in self._streams
+            if {name for name, _ in s.shifts} & set(cell.corruptions) and s.seed == cell.seed
+        ]
+        if not chosen:
+            raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
+        return chosen
 
     def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
         """Run what is not done, and return the records of all cells in the plan's order.
@@ -130,7 +179,11 @@ class Bench:
         """
         progress = progress or Progress()
         done: dict[str, Record] = {}
-        waiting = self.cells
+        waiting = [cell for cell in self.cells if cell.method not in self.refused]
+        for cell in self.cells:
+            if cell.method in self.refused:
+                progress.refuse(cell, self.refused[cell.method])
+        check_space(folder.path, waiting)
         try:
             while waiting:
                 later = [cell for cell in waiting if not self._try(cell, folder, progress, done, fresh)]
@@ -140,7 +193,7 @@ class Bench:
         finally:
             self.release()
         if not done and self.refused:
-            raise InputError(next(iter(self.refused.values()))[1])
+            raise InputError(next(iter(self.refused.values())))
         return [done[cell.key] for cell in self.cells if cell.key in done]
 
     def release(self) -> None:
@@ -161,7 +214,7 @@ class Bench:
                 try:
                     record = record or self._run(cell, folder, progress)
                 except UnfitError as error:
-                    self.refused[cell.key] = (cell, str(error))
+                    self.refused[cell.method] = str(error)
                     progress.refuse(cell, str(error))
                     return True
         done[cell.key] = record
@@ -169,73 +222,73 @@ class Bench:
         return True
 
     def _run(self, cell: Cell, folder: RunFolder, progress: Progress) -> Record:
-        outliers = self._outlier_source(cell.outliers)
-        episodes = self._replayed(cell) if self.streams else cell.episodes(self._source, outliers)
-        outliers = outliers or self._outlier_source(next((e.stream.outliers for e in episodes), None))
+        episodes = self.episodes(cell)
         for episode in episodes:
             folder.write_stream(episode.stream)
         progress.start(cell, sum(len(episode.stream) for episode in episodes))
         made = self._make(cell)
-        rows, result = run_cell(
+        outliers = next((e.stream.outliers for e in episodes if e.stream.outliers), None)
+        record, rows = run_cell(
             cell,
             made.adapter,
             self._model,
             self._source,
+            episodes,
             device=self._device,
-            workers=self.workers,
-            episodes=episodes,
-            outliers=outliers,
+            workers=self._workers,
+            outliers=None if outliers is None else self._outliers[outliers],
             events=made.events,
             on_batch=progress.advance,
         )
-        return folder.write(cell, rows, result, surroundings(self._device))
-
-    def _replayed(self, cell: Cell) -> list[Episode]:
-        chosen = [
-            Episode(s, reset=True)
-            for s in self.streams or []
-            if {name for name, _ in s.shifts} & set(cell.corruptions) and s.seed == cell.seed
-        ]
-        if not chosen:
-            raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
-        return chosen
+        folder.write(record, rows)
+        return record
 
     def _make(self, cell: Cell) -> _Made:
         """The adapter for a cell: the last one, as it was when it was made, if it fits; EATA's Fisher matrix costs."""
-        if self._made is not None and self._made.key != cell.adapter:
+        seed = cell.seed if "seed" in get_method(cell.base).hyperparameters() else None
+        key = (*cell.pair, repr(sorted(cell.hyper.items())), seed)
+        if self._made is not None and self._made.key != key:
             self.release()
         if self._made is None:
-            arguments, known = dict(cell.hyper), get_method(cell.base).hyperparameters()
-            if "source" in known:
-                arguments["source"] = list(self._source_batches(cell))
-            if "normalization" in known:
-                arguments["normalization"] = (self._model.preprocess.mean, self._model.preprocess.std)
-            if "seed" in known:
-                arguments["seed"] = cell.seed
             events: list[Event] = []
-            guard = cell.guard and Guard(on_event=events.append)
             try:
-                adapter = adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
+                adapter = self._adapter(cell, self._source_batches, events)
             except ModelError as error:
                 raise UnfitError(str(error)) from error
-            self._made = _Made(cell.adapter, adapter, adapter.state_dict(), events)
+            self._made = _Made(key, adapter, adapter.state_dict(), events)
         else:
             # A reset would keep the guard's counters, and report what happened in the last batches of the cell before.
             self._made.adapter.load_state_dict(self._made.first)
             self._made.events.clear()
         return self._made
 
-    def _outlier_source(self, spec: str | None) -> Source | None:
-        if spec is None:
-            return None
-        if spec not in self._outliers:
-            self._outliers[spec] = open_source(spec, self._geometry, self.on_bad_image)
-        return self._outliers[spec]
+    def _adapter(self, cell: Cell, source: Iterable[Tensor], events: list[Event] | None = None) -> Adapter:
+        arguments, known = dict(cell.hyper), get_method(cell.base).hyperparameters()
+        given = {"source": source, "normalization": self._model.preprocess.normalization, "seed": cell.seed}
+        arguments |= {name: value for name, value in given.items() if name in known}  # type: ignore[misc]
+        guard = cell.guard and events is not None and Guard(on_event=events.append)
+        return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
 
-    def _source_batches(self, cell: Cell) -> Iterable[torch.Tensor]:
-        clean = open_source(cell.source_data, self._geometry, self.on_bad_image) if cell.source_data else self._source
-        for images in torch.split(clean.source_images(cell.source_size), 64):
+    @property
+    def _source_batches(self) -> Iterable[Tensor]:
+        for images in torch.split(self._clean.source_images(self.plan.source_size), 64):
             yield self._model.preprocess(images.to(self._device))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); use cpu, or cuda on a GPU machine"
+        ) from error
+    return device
+
+
+def _smallest_batch(episode: Episode, cell: Cell) -> int:
+    size, length = episode.batch_size or cell.batch_size, len(episode.stream)
+    return min(size, length % size or size, length)
 
 
 def run(
@@ -243,7 +296,7 @@ def run(
     out: str | Path,
     *,
     device: str = "cpu",
-    workers: int = 0,
+    workers: int | None = None,
     source: Source | None = None,
     model: models.Model | None = None,
     progress: Progress | None = None,
@@ -263,7 +316,7 @@ def run(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     records = run(Plan(methods=("source",), corruptions=("fog",), limit=64), folder)
-        >>> records[0].result["samples"]
+        >>> records[0].result.samples
         64
     """
     return Bench(plan, device=device, workers=workers, source=source, model=model).run(RunFolder(out), progress)

@@ -8,45 +8,11 @@ from typing import Any
 
 import torch
 
-from come.bench.data.streams import OUTLIER, Stream, shuffle
-from come.errors import ConfigError, InputError
+from come.bench.cell import Cell
+from come.bench.data import Source, Stream
+from come.bench.data.streams import OUTLIER, shuffle
+from come.errors import InputError, shown
 from come.registry import Registry
-
-
-@dataclass(frozen=True)
-class World:
-    """What a setting makes its streams of.
-
-    Args:
-        data: specification of the source.
-        size: how many of its samples to use, the first ones.
-        corruptions: in the order in which they come.
-        severity: 1 to 5.
-        seed: of every order.
-        labels: gives the labels of these samples, for settings that sort by them.
-        outliers: specification of the outlier source; None where there are none.
-        outliers_size: how many samples that has.
-        outlier_ratio: share of outliers in the stream, in (0, 1).
-        imbalance: how many times likelier a class is in its own part of the stream; None is infinitely.
-        rounds: how often lifelong streams go through the corruptions.
-    """
-
-    data: str
-    size: int
-    corruptions: tuple[str, ...]
-    severity: int = 5
-    seed: int = 0
-    labels: Callable[[], list[int]] = list
-    outliers: str | None = None
-    outliers_size: int = 0
-    outlier_ratio: float = 0.5
-    imbalance: float | None = None
-    rounds: int = 1
-
-    def shuffled(self, corruption: str | None, severity: int | None = None, **more: Any) -> Stream:
-        """All samples once, in the order of the seed."""
-        severity = self.severity if severity is None else severity
-        return Stream.shuffled(self.data, self.size, corruption=corruption, severity=severity, seed=self.seed, **more)
 
 
 @dataclass(frozen=True)
@@ -59,7 +25,8 @@ class Episode:
     """None is the batch size of the run."""
 
 
-Episodes = Callable[[World], Iterator[Episode]]
+Episodes = Callable[[Cell, Source, "Source | None"], Iterator[Episode]]
+"""From the cell, its data and its outliers, if it has any, to the episodes, in order."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +34,9 @@ class Setting:
     """A generator of episodes and what a grid must know of it.
 
     Example:
-        >>> world = World("glyphs", 10, ("fog", "snow"))
-        >>> [e.stream.domain for e in get("standard").episodes(world)]
+        >>> from come.bench.data import GlyphSource
+        >>> cell = Cell(method="tent", objective="come", corruptions=("fog", "snow"), size=10)
+        >>> [e.stream.domain for e in get("standard").episodes(cell, GlyphSource(size=10), None)]
         ['fog', 'snow']
     """
 
@@ -84,9 +52,17 @@ class Setting:
     """The paper's."""
     corruptions: tuple[str, ...] | None = None
     """The paper's, where it does not use all; () where nothing is corrupted."""
+    reads: frozenset[str] = frozenset()
+    """Fields of a plan that mean nothing in settings which do not name them."""
+    ignores: frozenset[str] = frozenset()
+    """Fields of a plan that mean nothing here."""
 
 
-_registry: Registry[Setting] = Registry("setting")
+def _check(name: str, thing: object) -> str:
+    return "" if isinstance(thing, Setting) else f"must be a come.bench.settings.Setting, got {shown(thing)}"
+
+
+_registry: Registry[Setting] = Registry("setting", entry_points="come.settings", check=_check)
 
 
 def names() -> list[str]:
@@ -111,45 +87,50 @@ def get(name: str) -> Setting:
 
 def register(setting: Setting) -> Setting:
     """Make a setting available under its name, here and on the command line."""
-    if not isinstance(setting, Setting):
-        raise ConfigError(f"{setting!r} is not a come.bench.settings.Setting")
-    _registry.add(setting.name, setting)
+    _registry.add(getattr(setting, "name", ""), setting)
     return setting
 
 
 # ---- the paper's ----
 
 
-def _standard(world: World) -> Iterator[Episode]:
-    for corruption in world.corruptions:
-        yield Episode(world.shuffled(corruption), reset=True)
+def _shuffled(cell: Cell, corruption: str | None, domain: str | None = None) -> Stream:
+    """All samples once, in the order of the seed."""
+    return Stream.shuffled(
+        cell.data, cell.size, corruption=corruption, severity=cell.level, seed=cell.seed, domain=domain
+    )
 
 
-def _lifelong(world: World) -> Iterator[Episode]:
-    for number in range(world.rounds):
-        for i, corruption in enumerate(world.corruptions):
-            domain = corruption if world.rounds == 1 else f"{corruption} ({number + 1})"
-            yield Episode(world.shuffled(corruption, domain=domain), reset=number == i == 0)
+def _standard(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    for corruption in cell.corruptions:
+        yield Episode(_shuffled(cell, corruption), reset=True)
 
 
-def _open_world(world: World) -> Iterator[Episode]:
-    for corruption in world.corruptions:
-        if world.outliers is None:
-            yield Episode(world.shuffled(corruption, domain="none"), reset=True)
+def _lifelong(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    for number in range(cell.rounds):
+        for i, corruption in enumerate(cell.corruptions):
+            domain = corruption if cell.rounds == 1 else f"{corruption} ({number + 1})"
+            yield Episode(_shuffled(cell, corruption, domain), reset=number == i == 0)
+
+
+def _open_world(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    for corruption in cell.corruptions:
+        if cell.outliers is None or outliers is None:
+            yield Episode(_shuffled(cell, corruption, "none"), reset=True)
             continue
-        inside, outside = _mixture(world.size, world.outliers_size, world.outlier_ratio)
-        known = [(i, 0) for i in shuffle(range(world.size), world.seed)[:inside]]
-        unknown = [(i, OUTLIER) for i in shuffle(range(world.outliers_size), world.seed + 1)[:outside]]
+        inside, outside = _mixture(cell.size, len(outliers), cell.outlier_ratio)
+        known = [(i, 0) for i in shuffle(range(cell.size), cell.seed)[:inside]]
+        unknown = [(i, OUTLIER) for i in shuffle(range(len(outliers)), cell.seed + 1)[:outside]]
         pool = known + unknown
-        pairs = [pool[i] for i in shuffle(range(len(pool)), world.seed + 2)]
+        pairs = [pool[i] for i in shuffle(range(len(pool)), cell.seed + 2)]
         stream = Stream(
-            world.data,
-            tuple(i for i, _ in pairs),
-            ((corruption, world.severity),),
-            tuple(kind for _, kind in pairs),
-            world.seed,
-            world.outliers.rpartition(":")[2].rstrip("/").rpartition("/")[2],
-            world.outliers,
+            data=cell.data,
+            order=tuple(i for i, _ in pairs),
+            shifts=((corruption, cell.level),),
+            kinds=tuple(kind for _, kind in pairs),
+            seed=cell.seed,
+            domain=cell.outliers.rpartition(":")[2].rstrip("/").rpartition("/")[2],
+            outliers=cell.outliers,
         )
         yield Episode(stream, reset=True)
 
@@ -166,12 +147,12 @@ def _mixture(inside: int, outside: int, ratio: float) -> tuple[int, int]:
     return max(1, known), max(1, min(outside, round(known * ratio / (1 - ratio))))
 
 
-def _imbalanced(world: World) -> Iterator[Episode]:
-    labels = world.labels()[: world.size]
-    classes = shuffle(sorted(set(labels)), world.seed)
+def _imbalanced(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    labels = source.labels().tolist()[: cell.size]
+    classes = shuffle(sorted(set(labels)), cell.seed)
     part = {label: i for i, label in enumerate(classes)}
-    draw = torch.Generator().manual_seed(world.seed)
-    ratio, others = world.imbalance, len(classes) - 1
+    draw = torch.Generator().manual_seed(cell.seed)
+    ratio, others = cell.imbalance, len(classes) - 1
     stay = 1.0 if ratio is None else ratio / (ratio + others)
     keys = []
     for label in labels:
@@ -179,68 +160,82 @@ def _imbalanced(world: World) -> Iterator[Episode]:
         if others and float(torch.rand((), generator=draw)) >= stay:
             home = (home + 1 + int(torch.randint(others, (), generator=draw))) % len(classes)  # any part but its own
         keys.append(home)
-    order = sorted(shuffle(range(len(labels)), world.seed), key=lambda i: keys[i])
-    for corruption in world.corruptions:
-        yield Episode(Stream.of(world.data, order, corruption, world.severity, world.seed), reset=True)
+    order = sorted(shuffle(range(len(labels)), cell.seed), key=lambda i: keys[i])
+    for corruption in cell.corruptions:
+        yield Episode(Stream.of(cell.data, order, corruption, cell.level, cell.seed), reset=True)
 
 
-def _mixed(world: World) -> Iterator[Episode]:
-    pairs = [(i, kind) for kind in range(len(world.corruptions)) for i in range(world.size)]
-    pairs = [pairs[i] for i in shuffle(range(len(pairs)), world.seed)]
-    shifts = tuple((corruption, world.severity) for corruption in world.corruptions)
-    order, kinds = tuple(i for i, _ in pairs), tuple(kind for _, kind in pairs)
-    yield Episode(Stream(world.data, order, shifts, kinds, world.seed, "mixed"), reset=True)
+def _mixed(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    pairs = [(i, kind) for kind in range(len(cell.corruptions)) for i in range(cell.size)]
+    pairs = [pairs[i] for i in shuffle(range(len(pairs)), cell.seed)]
+    stream = Stream(
+        data=cell.data,
+        order=tuple(i for i, _ in pairs),
+        shifts=tuple((corruption, cell.level) for corruption in cell.corruptions),
+        kinds=tuple(kind for _, kind in pairs),
+        seed=cell.seed,
+        domain="mixed",
+    )
+    yield Episode(stream, reset=True)
 
 
-def _in_distribution(world: World) -> Iterator[Episode]:
-    yield Episode(world.shuffled(None), reset=True)
+def _in_distribution(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    yield Episode(_shuffled(cell, None), reset=True)
 
 
 # ---- beyond the paper ----
 
 
-def _gradual(world: World) -> Iterator[Episode]:
-    """Every corruption swells from severity 1 to 5 and fades again; one ninth of the samples at each level."""
+def _gradual(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    """Every corruption grows from severity 1 to 5 and fades again; one ninth of the samples at each level."""
     levels = (1, 2, 3, 4, 5, 4, 3, 2, 1)
-    order = shuffle(range(world.size), world.seed)
+    order = shuffle(range(cell.size), cell.seed)
     parts = [order[i * len(order) // 9 : (i + 1) * len(order) // 9] for i in range(9)]
-    kinds = [level - 1 for level, part in zip(levels, parts, strict=True) for _ in part]
-    for i, corruption in enumerate(world.corruptions):
+    kinds = tuple(level - 1 for level, part in zip(levels, parts, strict=True) for _ in part)
+    for i, corruption in enumerate(cell.corruptions):
         shifts = tuple((corruption, level) for level in range(1, 6))
-        stream = Stream(world.data, tuple(order), shifts, tuple(kinds), world.seed, corruption)
+        stream = Stream(
+            data=cell.data, order=tuple(order), shifts=shifts, kinds=kinds, seed=cell.seed, domain=corruption
+        )
         yield Episode(stream, reset=i == 0)
 
 
-def _recurring(world: World) -> Iterator[Episode]:
+def _recurring(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     """The corruptions come back again and again, a tenth of the samples at a time."""
-    order = shuffle(range(world.size), world.seed)
+    order = shuffle(range(cell.size), cell.seed)
     for number in range(10):
         part = order[number * len(order) // 10 : (number + 1) * len(order) // 10]
-        for i, corruption in enumerate(world.corruptions):
+        for i, corruption in enumerate(cell.corruptions):
             domain = f"{corruption} ({number + 1})"
-            stream = Stream.of(world.data, part, corruption, world.severity, world.seed, domain)
+            stream = Stream.of(cell.data, part, corruption, cell.level, cell.seed, domain)
             yield Episode(stream, reset=number == i == 0)
 
 
-def _small_batches(world: World) -> Iterator[Episode]:
+def _small_batches(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     for size in (64, 16, 4, 2, 1):
-        for corruption in world.corruptions:
-            yield Episode(world.shuffled(corruption, domain=f"{corruption}, batch {size}"), True, size)
+        for corruption in cell.corruptions:
+            yield Episode(_shuffled(cell, corruption, f"{corruption}, batch {size}"), True, size)
 
 
 NO_RECOVERY = {"sar": {"recover_below": 0.0}}
 """The paper switches SAR's recovery off where the model is never reset."""
 
+OPEN_WORLD = frozenset({"outliers", "outlier_ratio"})
+
 for _setting in (
     Setting("standard", "each corruption by itself, from the source model", _standard),
-    Setting("lifelong", "one after the other, never reset; --rounds repeats them", _lifelong, "", NO_RECOVERY),
-    Setting("open-world", "mixed with outliers: --outliers, --outlier-ratio", _open_world, "outliers",
-            severity=3, corruptions=("gaussian_noise",)),
-    Setting("imbalanced", "sorted by class; --imbalance for a finite ratio", _imbalanced),
+    Setting("lifelong", "one after the other, never reset; --rounds repeats them", _lifelong, "", NO_RECOVERY,
+            reads=frozenset({"rounds"})),
+    Setting("open-world", "mixed with outliers: --outliers, --outlier-ratio", _open_world, "outliers", severity=3,
+            corruptions=("gaussian_noise",), reads=OPEN_WORLD),
+    Setting("imbalanced", "sorted by class; --imbalance for a finite ratio", _imbalanced, reads=frozenset({"imbalance"})),
     Setting("mixed", "all corruptions in one shuffled stream", _mixed, ""),
-    Setting("in-distribution", "clean images", _in_distribution, "", corruptions=()),
-    Setting("gradual", "severity 1 to 5 and back within each, never reset", _gradual, "", NO_RECOVERY),
+    Setting("in-distribution", "clean images", _in_distribution, "", corruptions=(),
+            ignores=frozenset({"corruptions", "severity"})),
+    Setting("gradual", "severity 1 to 5 and back within each, never reset", _gradual, "", NO_RECOVERY,
+            ignores=frozenset({"severity"})),
     Setting("recurring", "a tenth of each at a time, ten times, never reset", _recurring, "", NO_RECOVERY),
-    Setting("small-batches", "standard with batches of 64, 16, 4, 2 and 1", _small_batches),
+    Setting("small-batches", "standard with batches of 64, 16, 4, 2 and 1", _small_batches,
+            ignores=frozenset({"batch_size"})),
 ):  # fmt: skip
     register(_setting)

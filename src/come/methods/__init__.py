@@ -6,12 +6,27 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
-from come.errors import ConfigError, unknown_hyperparameter
+from torch import nn
+
+from come.errors import ConfigError, shown, unknown_hyperparameter
 from come.method import Method, _registry, register
 from come.registry import parse
 
 for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     import_module(f"{__name__}.{_module}")
+
+
+def _check(name: str, thing: object) -> str:
+    """What is wrong with a method that is to be known as `name`."""
+    if not (isinstance(thing, type) and issubclass(thing, Method)):
+        return f"must be a subclass of come.Method, got {shown(thing)}"
+    if missing := sorted(getattr(thing, "__abstractmethods__", ())):
+        return f"must be a method that can be used: {thing.__name__} does not write {', '.join(missing)}"
+    own = getattr(thing, "name", None)
+    return "" if own == name else f"must be registered under its own name, {thing.__name__}.name, which is {shown(own)}"
+
+
+_registry.check = _check
 
 globals().update({_class.__name__: _class for _class in _registry.loaded().values()})
 
@@ -42,7 +57,10 @@ def get(method: str | type[Method]) -> type[Method]:
     if isinstance(method, type) and issubclass(method, Method):
         return method
     if not isinstance(method, str):
-        raise ConfigError(f"method must be a name ({', '.join(names())}) or a subclass of come.Method, got {method!r}")
+        swapped = "; the model comes first: come.adapt(model, 'tent')" if isinstance(method, nn.Module) else ""
+        raise ConfigError(
+            f"method must be a name ({', '.join(names())}) or a subclass of come.Method, got {shown(method)}{swapped}"
+        )
     return _registry.get(method)
 
 
@@ -56,7 +74,7 @@ def make(method: str | type[Method], **hyperparameters: Any) -> Method:
     if isinstance(method, str):
         method, given = parse(method)
         if twice := sorted(given.keys() & hyperparameters.keys()):
-            raise ConfigError(f"{twice[0]} is given twice: in {method!r} and as an argument; give it once")
+            raise ConfigError(f"{twice[0]} is given twice: in {shown(method)} and as an argument; give it once")
         hyperparameters |= given
     chosen = get(method)
     known = chosen.hyperparameters()
@@ -67,5 +85,5 @@ def make(method: str | type[Method], **hyperparameters: Any) -> Method:
         return chosen(**hyperparameters)
     except TypeError as error:  # such as a comparison of text with a number
         raise ConfigError(
-            f"{chosen.name} has a hyperparameter of the wrong type: {error}; got {hyperparameters}"
+            f"{chosen.name} has a hyperparameter of the wrong type: {error}; got {shown(hyperparameters)}"
         ) from error

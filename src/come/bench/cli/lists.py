@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Annotated
 
@@ -13,24 +12,25 @@ from rich.table import Table as RichTable
 
 from come import corruptions, methods, objectives
 from come.bench import models, settings
-from come.bench.data.sources import DESCRIPTIONS as DATA
-from come.bench.data.sources import OPENERS
+from come.bench.cli.options import Debug
+from come.bench.data.opening import KINDS
 from come.errors import unknown
 from come.method import Method
+from come.registry import summary
 
 LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
     "methods": lambda: [
         ("method", "what it does", "COME", "needs", "cost"),
-        *((n, _summary(m), "yes" if m.minimizes else "-", m.needs, m.cost) for n, m in _methods()),
+        *((n, summary(m), "yes" if m.minimizes else "-", m.needs, m.cost) for n, m in _methods()),
     ],
     "objectives": lambda: [
         ("objective", "what it is"),
-        *((n, _summary(objectives.get(n))) for n in objectives.names()),
+        *((n, summary(objectives.get(n))) for n in objectives.names()),
     ],
     "corruptions": lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
     "settings": lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
     "models": lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()],
-    "data": lambda: [("data", "what it is"), *((usage, DATA[kind]) for kind, (usage, _) in OPENERS.items())],
+    "data": lambda: [("data", "what it is"), *((kind.usage, kind.about) for kind in KINDS.values())],
 }
 
 
@@ -41,16 +41,9 @@ def _methods() -> list[tuple[str, type[Method]]]:
     return [(name, methods.get(name)) for name in methods.names()]
 
 
-def _summary(thing: object) -> str:
-    """The first line of the docstring; for a method, that of its file, which says what it does."""
-    holder = sys.modules[thing.__module__] if isinstance(thing, type) else thing
-    first = (holder.__doc__ or "").strip().splitlines()[0]
-    return (first.partition(": ")[2] or first).rstrip(".")
-
-
 def list_(
     kind: Annotated[str, typer.Argument(help=", ".join(LISTS), metavar="KIND")],
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """List methods, objectives, corruptions, settings, models or data."""
     if kind not in LISTS:

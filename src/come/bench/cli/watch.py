@@ -1,43 +1,88 @@
-"""A run that is watched: the table as it fills, a bar, and what was left out."""
+"""A run that is watched: the table as it fills, bars with the time left, and what was left out."""
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
-from come.bench.report import results_table, to_rich
+from come.bench.report import results_table, to_rich, write_html, write_report
 from come.bench.runner import Progress
+from come.bench.statistics import Verdicts, verdicts
+from come.methods import get as get_method
 
 
 def run_watched(console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False) -> list[Record]:
-    """Run a plan before the user's eyes, and say at the end what could not be run, and why."""
+    """Run a plan before the user's eyes, and say first what cannot be run, and why."""
+    say_refused(console, bench)
     with Watch(console, bench.cells) as watch, watch.heeding_ctrl_c():
-        records = bench.run(folder, watch, fresh=fresh)
-    for method, reason in {cell.method: reason for cell, reason in bench.refused.values()}.items():
-        console.print(f"[bold]{escape(method)} was left out:[/] {escape(reason)}", soft_wrap=True)
-    return records
+        return bench.run(folder, watch, fresh=fresh)
+
+
+def say_refused(console: Console, bench: Bench) -> None:
+    """Which methods are left out, and why."""
+    for method, reason in bench.refused.items():
+        console.print(f"[bold]{escape(method)} is left out:[/] {escape(reason)}")
+
+
+def show_results(
+    console: Console,
+    folder: RunFolder,
+    records: Sequence[Record],
+    title: str,
+    command: Sequence[str],
+    score: str = "confidence",
+) -> Verdicts:
+    """Print the table, and write the reports; returns what differs beyond chance."""
+    if score != "confidence":
+        records = folder.rescored(records, score)
+    judged = verdicts(folder, records)
+    for part in to_rich(results_table(records, title, verdicts=judged), console.width):
+        console.print(part)
+    write_report(records, folder.path / "report.md", command, judged)
+    write_html(folder, records, folder.path / "report.html", command, judged)
+    console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
+    return judged
+
+
+def effort(cell: Cell) -> int:
+    """How much work a sample is, roughly: a backward pass takes as long as two forward passes.
+
+    >>> effort(Cell(method="sar", objective="em", size=1))
+    6
+    """
+    parts = re.findall(r"(\d+)(?:-\d+)?([fb])", get_method(cell.base).cost)
+    return sum(int(count) * {"f": 1, "b": 2}[kind] for count, kind in parts) or 1
 
 
 class Watch(Progress):
-    """Shows the table as it fills and a bar; where the output is no terminal, a line per finished cell."""
+    """Shows the table as it fills and the time left; where the output is no terminal, a line per finished cell."""
 
-    def __init__(self, console: Console, cells: list[Cell]) -> None:
+    def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
         self.console, self.cells = console, cells
         self.records: list[Record] = []
         self.interrupted = False
         self.bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=600,
         )
-        self.all = self.bar.add_task("cells", total=len(cells))
+        self.all = self.bar.add_task(f"0 of {len(cells)} cells", total=sum(map(self._work, cells)))
         self.one = self.bar.add_task("", total=None, visible=False)
         self.live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._view)
 
@@ -62,33 +107,47 @@ class Watch(Progress):
             self.interrupted = True
             raise KeyboardInterrupt
 
+        if threading.current_thread() is not threading.main_thread():  # only there can a handler be set
+            yield
+            return
         before = signal.signal(signal.SIGINT, note)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def _work(self, cell: Cell) -> int:
+        """Of a whole cell, in the unit of the bar."""
+        return cell.size * cell.rounds * max(1, len(cell.corruptions)) * effort(cell)
+
     def start(self, cell: Cell, samples: int) -> None:
         """Show what runs now."""
         name = f"{cell.method} + {cell.objective}, {', '.join(cell.corruptions)}, seed {cell.seed}"
-        self.bar.reset(self.one, description=name[:44], total=samples, visible=True)
+        self.bar.reset(self.one, description=name[:40], total=samples, visible=True)
+        self.share, self.done_of_cell = self._work(cell) / max(samples, 1), 0.0
 
     def advance(self, samples: int) -> None:
-        """Move the bar."""
+        """Move the bars."""
         if self.interrupted:
             raise KeyboardInterrupt
         self.bar.advance(self.one, samples)
+        self.bar.advance(self.all, samples * self.share)
 
     def refuse(self, cell: Cell, reason: str) -> None:
-        """Count it as done; what was refused is said at the end."""
-        self.bar.advance(self.all)
+        """Count it as nothing to do."""
+        task = self.bar.tasks[0]
+        self.bar.update(self.all, total=max(0, (task.total or 0) - self._work(cell)))
 
     def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
         """Add the result to the table."""
         self.records.append(record)
-        self.bar.advance(self.all)
+        self.bar.update(self.all, description=f"{len(self.records)} of {len(self.cells)} cells")
+        if resumed:  # it took no time, and must not promise that the others take none
+            self.refuse(cell, "")
         if not self.console.is_terminal:
-            found = ", ".join(f"{d} {100 * m['accuracy']:.1f}" for d, m in record.result["metrics"].items())
+            found = ", ".join(
+                f"{d} {100 * m['accuracy']:.1f}" for d, m in record.result.metrics.items() if "accuracy" in m
+            )
             note = " (done before)" if resumed else ""
             count = f"[{len(self.records)}/{len(self.cells)}]"
             self.console.print(

@@ -1,20 +1,15 @@
 """Sources of images, streams made of them, and the way from a stream to batches on a device."""
 
+from come.bench.data.cifar import CifarCSource
+from come.bench.data.embedded import GlyphOutlierSource, GlyphSource
+from come.bench.data.folders import FolderSource, ImageNetCSource, OnBadImage
 from come.bench.data.glyphs import GlyphOutliers, Glyphs
 from come.bench.data.loading import Account, Batch, batches
-from come.bench.data.sources import (
-    CifarCSource,
-    DatasetSource,
-    FolderSource,
-    Geometry,
-    GlyphOutlierSource,
-    GlyphSource,
-    ImageNetCSource,
-    Loaded,
-    Source,
-    open_source,
-)
+from come.bench.data.opening import open_source
+from come.bench.data.preprocess import Preprocess
+from come.bench.data.source import DatasetSource, Loaded, Source
 from come.bench.data.streams import Stream
+from come.bench.data.torchvision_sets import TorchvisionSource
 
 __all__ = [
     "Account",
@@ -22,15 +17,17 @@ __all__ = [
     "CifarCSource",
     "DatasetSource",
     "FolderSource",
-    "Geometry",
     "GlyphOutlierSource",
     "GlyphOutliers",
     "GlyphSource",
     "Glyphs",
     "ImageNetCSource",
     "Loaded",
+    "OnBadImage",
+    "Preprocess",
     "Source",
     "Stream",
+    "TorchvisionSource",
     "batches",
     "open_source",
 ]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from come.bench.data.sources import Loaded, Source
+from come.bench.data.source import Loaded, Source
 from come.bench.data.streams import OUTLIER, Stream
 from come.corruptions import corrupt
-from come.errors import ComeError
+from come.errors import ComeError, InputError
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Chunks(Dataset["tuple[Loaded, Tensor] | ComeError"]):
     def _load(self, indices: list[int], kind: int) -> Loaded:
         if kind != OUTLIER:
             return self.source.load(indices, *self.stream.shifts[kind])
-        assert self.outliers is not None
+        assert self.outliers is not None  # `batches` has looked
         loaded = self.outliers.load(indices)
         return loaded._replace(labels=torch.full_like(loaded.labels, -1))
 
@@ -93,23 +93,31 @@ def batches(
     account: Account | None = None,
     outliers: Source | None = None,
 ) -> Iterator[Batch]:
-    """The stream in batches, in its order.
+    """The stream in batches, in its order, from the sources that are given here; what the stream names is not opened.
 
     Workers decode ahead of the consumer; corruption and normalization run on the device. `account` adds up the time that
     the consumer waited for data: on a GPU it must stay a small share, and every record says how large it was.
 
     Example:
         >>> from come.bench.data import GlyphSource
-        >>> from come.bench.models import Preprocess
+        >>> from come.bench.data.preprocess import Preprocess
         >>> source = GlyphSource(size=100)
         >>> stream = Stream.shuffled("glyphs", 100, corruption="fog", severity=5, seed=0)
         >>> [len(b.labels) for b in batches(source, stream, Preprocess(32), batch_size=64)]
         [64, 36]
     """
-    account = account or Account()
-    device = torch.device(device)
+    if outliers is None and OUTLIER in stream.kinds:
+        raise InputError(f"the stream has outliers of {stream.outliers!r}; pass their source as `outliers`")
+    return _batches(
+        _Chunks(source, stream, batch_size, outliers), preprocess, torch.device(device), workers, account or Account()
+    )
+
+
+def _batches(
+    chunks: _Chunks, preprocess: Callable[[Tensor], Tensor], device: torch.device, workers: int, account: Account
+) -> Iterator[Batch]:
     loader = DataLoader(
-        _Chunks(source, stream, batch_size, outliers),
+        chunks,
         batch_size=None,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
@@ -124,8 +132,8 @@ def batches(
         account.bad += loaded.bad
         if len(loaded.labels):
             images = loaded.images.to(device, non_blocking=True)
-            if source.holds is None:
-                images = _corrupted(images, stream, loaded.indices, kinds)
+            if chunks.source.holds is None:
+                images = _corrupted(images, chunks.stream, loaded.indices, kinds)
             labels = loaded.labels.to(device, non_blocking=True)
             yield Batch(preprocess(images), labels, loaded.indices, kinds)
         since = time.perf_counter()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
+from come.bench.cell import Description, Seed, Severity, Text, digest
+from come.bench.data.reading import read_regular, reason
 from come.corruptions import check_choice
 from come.errors import ConfigError, InputError, require
 
@@ -18,12 +20,20 @@ OUTLIER = -1
 """In `Stream.kinds`: a sample of the outlier source."""
 MAX_BYTES = 64 * 2**20
 """Of a manifest: enough for five million samples."""
-SEEDS = range(-(2**63), 2**64)
-"""What torch takes for one."""
+MAX_SHIFTS = 1000
 
 
-@dataclass(frozen=True)
-class Stream:
+def _few(shifts: Any) -> Any:
+    if isinstance(shifts, (list, tuple)) and not 0 < len(shifts) <= MAX_SHIFTS:
+        raise ValueError(f"must be a list of 1 to {MAX_SHIFTS} (corruption, severity)")
+    return shifts
+
+
+Shift = Annotated[tuple[Text | None, Severity], Strict(False)]
+Indices = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Strict(False)]
+
+
+class Stream(Description):
     """The order of the samples and what happens to them.
 
     Args:
@@ -39,30 +49,29 @@ class Stream:
         >>> stream = Stream.shuffled("glyphs", 5, corruption="fog", severity=5, seed=1)
         >>> stream.order, stream.domain
         ((0, 4, 2, 3, 1), 'fog')
+        >>> len(stream.digest)
+        16
     """
 
-    data: str
-    order: tuple[int, ...]
-    shifts: tuple[tuple[str | None, int], ...] = ((None, 5),)
-    kinds: tuple[int, ...] = ()
-    seed: int = 0
-    domain: str = "clean"
-    outliers: str | None = None
+    data: Text
+    order: Indices
+    shifts: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(_few)] = ((None, 5),)
+    kinds: Annotated[tuple[int, ...], Strict(False)] = ()
+    seed: Seed = 0
+    domain: Text = "clean"
+    outliers: Text | None = None
+    format: Literal["come-stream-2"] = "come-stream-2"
 
-    def __post_init__(self) -> None:
-        require(bool(self.shifts), "shifts", self.shifts, "a list of at least one (corruption, severity)")
-        require(_whole(self.seed) and self.seed in SEEDS, "seed", self.seed, "a 64-bit integer")
+    @model_validator(mode="after")
+    def _check(self) -> Stream:
         for corruption, severity in self.shifts:
-            require(_whole(severity), "severity", severity, "from 1 to 5")
             if corruption is not None:
-                require(isinstance(corruption, str), "a corruption", corruption, "a name, or None for a clean image")
                 check_choice(corruption, severity, self.seed, None)
-        if wrong := [i for i in self.order if not (_whole(i) and 0 <= i < 2**63)]:
-            require(False, "an entry of order", wrong[0], "an integer >= 0")
         require(len(self.kinds) in (0, len(self.order)), "kinds", len(self.kinds), f"one for each of {len(self.order)}")
-        low = OUTLIER if self.outliers is not None else 0
-        if not all(_whole(k) and low <= k < len(self.shifts) for k in self.kinds):
-            raise ConfigError(f"kinds holds a value outside {low} to {len(self.shifts) - 1}: a place in shifts, or -1")
+        low, high = OUTLIER if self.outliers is not None else 0, len(self.shifts) - 1
+        if self.kinds and not low <= min(self.kinds) <= max(self.kinds) <= high:
+            raise ConfigError(f"kinds holds a value outside {low} to {high}: a place in shifts, or -1")
+        return self
 
     @classmethod
     def shuffled(
@@ -82,7 +91,8 @@ class Stream:
         domain: str | None = None,
     ) -> Stream:
         """Samples in the order that is given, all of one kind."""
-        return cls(data, tuple(order), ((corruption, severity),), (), seed, domain or corruption or "clean")
+        shifts = ((corruption, severity),)
+        return cls(data=data, order=tuple(order), shifts=shifts, seed=seed, domain=domain or corruption or "clean")
 
     def kind(self, i: int) -> int:
         """What kind the sample at place `i` is."""
@@ -92,41 +102,30 @@ class Stream:
         """Number of samples."""
         return len(self.order)
 
+    @property
+    def digest(self) -> str:
+        """16 hex digits that differ between different streams."""
+        return digest(self)[:16]
+
     def save(self, path: str | Path) -> None:
         """Write the manifest as JSON."""
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n")
+        Path(path).write_text(self.model_dump_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Stream:
-        """Read a manifest that `save` wrote; it may have been changed since, or be something else."""
+        """Read a manifest that `save` wrote; it may have been changed since, or be something else.
+
+        Nothing that it names is opened: `batches` takes the sources that it is given.
+        """
         try:
-            with open(path, encoding="utf-8") as file:
-                text = file.read(MAX_BYTES + 1)
-            if len(text) > MAX_BYTES:
-                raise ValueError(f"it is longer than {MAX_BYTES} characters")
-            found = json.loads(text)
+            found = json.loads(read_regular(path, MAX_BYTES))
+            if not isinstance(found, dict) or set(found) != set(cls.model_fields):
+                raise ValueError(f"it does not have the fields of format {FORMAT!r}")
+            return cls(**found)
         except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"cannot read the stream {path}: {error}; give a manifest that come wrote") from error
-        known = {field.name for field in fields(cls)}
-        if not isinstance(found, dict) or found.pop("format", None) != FORMAT or set(found) != known:
-            raise InputError(f"{path} is not a stream of format {FORMAT!r}; give a manifest that come wrote")
-        if not all(isinstance(found[key], list) for key in ("order", "kinds", "shifts")):
-            raise InputError(f"the order, kinds or shifts in {path} are not lists")
-        texts: tuple[Any, ...] = (
-            found["data"],
-            found["domain"],
-            "" if found["outliers"] is None else found["outliers"],
-        )
-        shaped = all(isinstance(s, list) and len(s) == 2 for s in found["shifts"])
-        if not shaped or not all(isinstance(text, str) for text in texts):
-            raise InputError(f"{path} holds values of the wrong kind; give a manifest that come wrote")
-        shifts = tuple((name, severity) for name, severity in found["shifts"])
-        return cls(**{**found, "order": tuple(found["order"]), "kinds": tuple(found["kinds"]), "shifts": shifts})
-
-
-def _whole(value: object) -> bool:
-    """Whether it is an int; True is one in Python, and none in a manifest."""
-    return isinstance(value, int) and not isinstance(value, bool)
+            raise InputError(
+                f"cannot read the stream {path}: {reason(error)}; give a manifest that come wrote"
+            ) from error
 
 
 def shuffle(values: Sequence[int], seed: int) -> list[int]:

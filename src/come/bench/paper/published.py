@@ -156,6 +156,18 @@ def get(name: str) -> PaperTable:
     return tables[name]
 
 
+def rank(method: str) -> tuple[int, str]:
+    """Sorts methods into the paper's order; those that are not in the paper come last, by name.
+
+    Example:
+        >>> sorted(["rotta", "tent", "source", "tent:keep=0.5"], key=rank)
+        ['source', 'tent', 'tent:keep=0.5', 'rotta']
+    """
+    order = list(dict.fromkeys(("source", "norm", *(row.method for row in get("standard").rows))))
+    base = method.partition(":")[0]
+    return order.index(base) if base in order else len(order), method
+
+
 def inconsistencies(table: PaperTable) -> list[str]:
     """Where the printed numbers of `table` cannot all be true, whatever was rounded away.
 

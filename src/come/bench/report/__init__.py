@@ -1,14 +1,16 @@
 """From records to what people read: tables for the terminal and for files, figures, and a page."""
 
+from come.bench.report.configurations import configurations, describe_configurations
 from come.bench.report.figures import write_figures
-from come.bench.report.formats import to_csv, to_json, to_latex
+from come.bench.report.formats import to_csv, to_json, to_latex, to_markdown
 from come.bench.report.html import write_html
-from come.bench.report.tables import Table, configurations, metrics_table, results_table, to_markdown, to_rich
-from come.bench.report.writing import write_report
+from come.bench.report.tables import Table, metrics_table, results_table, to_rich
+from come.bench.report.writing import write_report, write_text
 
 __all__ = [
     "Table",
     "configurations",
+    "describe_configurations",
     "metrics_table",
     "results_table",
     "to_csv",
@@ -19,4 +21,5 @@ __all__ = [
     "write_figures",
     "write_html",
     "write_report",
+    "write_text",
 ]

@@ -1,22 +1,153 @@
-"""The figures of a run as files: many panels in one figure."""
+"""The figures of a run: as files with many panels in each, and as images of one panel each, which fit on a phone."""
 
 from __future__ import annotations
 
+import base64
+import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from come.bench.folder import RunFolder
+from come.bench.record import Record
 from come.bench.report import panels as draw
-from come.bench.report.reading import KINDS, Piece, Reading, Way, read
-from come.bench.report.tables import one_configuration
-from come.bench.store import Record, RunFolder
+from come.bench.report.configurations import one_configuration
+from come.bench.report.reading import KINDS, Reading, read
+from come.bench.report.tables import cut
 from come.errors import StateError, unknown
 from come.files import replacing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+HEAD = 22
+"""Points above the panels of a figure, for its title."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is drawn, how large, and the room around the axes; in points."""
+
+    title: str
+    draw: Callable[[Axes], None]
+    size: tuple[float, float] = (260, 175)
+    left: float = 34
+    bottom: float = 31
+    top: float = 19
+    right: float = 14
+
+    def put(self, figure: Figure, x: float = 0, y: float = 0) -> None:
+        """Draw it with its lower left corner there."""
+        width, height = (72 * side for side in figure.get_size_inches())
+        inner = self.size[0] - self.left - self.right, self.size[1] - self.bottom - self.top
+        axes = ((x + self.left) / width, (y + self.bottom) / height, inner[0] / width, inner[1] / height)
+        self.draw(figure.add_axes(axes))
+
+    def image(self, of: str = "") -> tuple[str, str]:
+        """The panel as an address that holds all of it, and what a screen reader says of it."""
+        figure = new_figure(*self.size)
+        self.put(figure)
+        text = io.BytesIO()
+        figure.savefig(text, format="svg", transparent=True, metadata=draw.NO_DATE["svg"])
+        return "data:image/svg+xml;base64," + base64.b64encode(text.getvalue()).decode(), self.title + of
+
+
+@dataclass(frozen=True)
+class Group:
+    """Panels that stand together: a file, or a part of the page."""
+
+    name: str
+    title: str
+    panels: Sequence[Panel]
+    legend: Sequence[Line2D]
+
+    def figure(self) -> Figure:
+        """All panels in one figure, with a legend at the right."""
+        width, height = self.panels[0].size
+        columns = 1 if width > 500 else min(4, len(self.panels))
+        rows = -(-len(self.panels) // columns)
+        figure = new_figure(columns * width + 120 * bool(self.legend), rows * height + HEAD)
+        for i, panel in enumerate(self.panels):
+            panel.put(figure, i % columns * width, (rows - 1 - i // columns) * height)
+        if self.legend:
+            figure.legend(handles=list(self.legend), loc="upper right", handlelength=3.2)
+        figure.suptitle(cut(self.title, 120), x=0.01, ha="left", fontweight="bold")
+        return figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of that many points, with nothing behind it."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width / 72, height / 72))
+
+
+def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict[str, list[Group]]:
+    """What there is to draw of a run: along the streams, confidence, collapse and cost.
+
+    Args:
+        points: of each line along a stream.
+    """
+    looks = draw.looks(records)
+    lines = draw.legend_lines(looks)
+    streams, names = [], set[str]()
+    for name in dict.fromkeys(segment.name for segment in found.segments):
+        chosen = [segment for segment in found.segments if segment.name == name]
+        panels = [
+            Panel(m.title, partial(draw.draw_trajectory, segments=chosen, looks=looks, measure=m, points=points))
+            for m in draw.MEASURES
+        ]
+        streams.append(Group(f"trajectories-{_file_name(name, names)}", name, panels, lines))
+    shares = {pair: draw.shares(found.pieces, pair) for pair in looks}
+    top = max((float(share.max()) for kinds in shares.values() for share in kinds.values()), default=100.0)
+    confidence = [
+        Panel(look.label, partial(draw.draw_confidence, found=shares[pair], label=look.label, top=1.05 * top))
+        for pair, look in looks.items()
+    ]
+    kinds = [kind for kind in KINDS if any(kind in share for share in shares.values())]
+    left = 8 + 5.2 * max(len(look.label) for look in looks.values())
+    strips = [
+        Panel(
+            strips.title,
+            partial(draw.draw_timeline, pieces=found.pieces, looks=looks, strips=strips),
+            (640, 15 * len(looks) + 70), left, 8, 50,
+        )
+        for strips in draw.timelines(found.pieces)
+    ]  # fmt: skip
+    costs = [
+        Panel(
+            f"Accuracy against {of}",
+            partial(draw.draw_cost, records=records, looks=looks, of=of),
+            (320, 225),
+            38,
+            32,
+            8,
+        )
+        for of in ("time", "memory")
+    ]
+    return {
+        "streams": streams,
+        "confidence": [Group("confidence", "Confidence", confidence, draw.legend_kinds(kinds))],
+        "cost": [Group("cost", "Cost", costs, lines)] if draw.can_draw_cost(records) else [],
+        "collapse": [Group("collapse", "Collapse", strips, [])],
+    }
+
+
+def _file_name(text: str, taken: set[str]) -> str:
+    """The text as a file name of sane length that no other has."""
+    base = name = re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:80].strip("-") or "domain"
+    number = 1
+    while name.lower() in taken:
+        number += 1
+        name = f"{base}-{number}"
+    taken.add(name.lower())
+    return name
 
 
 def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | Path, format: str = "pdf") -> list[Path]:
@@ -24,113 +155,38 @@ def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | P
 
     Args:
         folder: where the rows of the records are.
-        records: of one configuration.
-        out_dir: is made if it is not there.
+        records: of one plan.
+        out_dir: is made if it is not there; a symbolic link is refused.
         format: pdf, svg, or png (200 dots per inch).
 
     Returns:
-        the files: one of trajectories for each way from a reset to the next, then confidence, cost and collapse.
+        the files: along the stream, for each of the first 20 segments from one reset to the next; then confidence, cost where
+        costs can be compared, and collapse.
 
     Raises:
-        InputError: there are no records, or they must not be mixed.
+        InputError: there are no records, or they are of several plans.
         ConfigError: no such format.
         StateError: the rows of a cell cannot be read, or a figure cannot be written.
     """
-    if format not in ("pdf", "png", "svg"):
-        raise unknown("format of figures", format, ("pdf", "png", "svg"))
+    if format not in draw.NO_DATE:
+        raise unknown("format of figures", format, draw.NO_DATE)
     records = one_configuration(records)
     found = read(folder, records)
     out = Path(out_dir)
+    if out.is_symlink():
+        raise StateError(f"{out} is a symbolic link, and figures are not written through one; choose another folder")
+    parts = groups(records, found)
+    if len(parts["streams"]) < len(found.names):
+        warnings.warn(f"of {len(found.names)} streams, the first {len(parts['streams'])} are drawn", stacklevel=2)
     written = []
     try:
         out.mkdir(parents=True, exist_ok=True)
         with draw.drawing():
-            for name, make in _whole_figures(records, found):
-                path = out / f"{name}.{format}"
+            for group in (group for part in parts.values() for group in part):
+                path = out / f"{group.name}.{format}"
                 with replacing(path) as beside:
-                    make().savefig(beside, format=format, metadata=draw.NO_DATE[format])
+                    group.figure().savefig(beside, format=format, metadata=draw.NO_DATE[format])
                 written.append(path)
     except OSError as error:
         raise StateError(f"cannot write figures to {out}: {error.strerror}; choose another place for them") from error
     return written
-
-
-def _whole_figures(records: Sequence[Record], found: Reading) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    shown = draw.looks(records)
-    names: set[str] = set()
-    for way in dict.fromkeys(way.name for way in found.ways):
-        chosen = [w for w in found.ways if w.name == way]
-        yield f"trajectories-{_file_name(way, names)}", partial(_all_trajectories, chosen, shown)
-    if found.pieces:
-        yield "confidence", partial(_all_confidences, found.pieces, shown)
-    if draw.comparable(records):
-        yield "cost", partial(_all_costs, records, shown)
-    if found.pieces:
-        yield "collapse", partial(_all_timelines, found.pieces, shown)
-
-
-def _file_name(text: str, taken: set[str]) -> str:
-    """The text as a file name that no other has."""
-    base = name = re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-") or "domain"
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{base}-{number}"
-    taken.add(name)
-    return name
-
-
-def _all_trajectories(ways: Sequence[Way], looks: draw.Looks) -> Figure:
-    figure = draw.new_figure(820, 390)
-    figure.subplots_adjust(0.045, 0.09, 0.985, 0.88, wspace=0.24, hspace=0.5)
-    axes = figure.subplots(2, 4).ravel()
-    for ax, measure in zip(axes, draw.MEASURES, strict=False):
-        draw.draw_trajectory(ax, ways, looks, measure)
-    axes[-1].axis("off")
-    lines = draw.legend_lines(looks)
-    axes[-1].legend(
-        handles=lines, loc="upper left", handlelength=3.2, ncols=1 + (len(lines) - 1) // 12, borderaxespad=0
-    )
-    figure.suptitle(ways[0].name, x=0.01, ha="left", fontweight="bold")
-    return figure
-
-
-def _all_confidences(pieces: Sequence[Piece], looks: draw.Looks) -> Figure:
-    from matplotlib.lines import Line2D
-
-    shown = draw.stacks(looks)
-    high = max(map(len, shown))
-    bands = -(-len(shown) // 4)
-    columns = -(-len(shown) // bands)
-    figure = draw.new_figure(210 * columns, 110 * high * bands + 40, layout="constrained")
-    grid = figure.subplots(bands * high, columns, squeeze=False)
-    for ax in grid.ravel():
-        ax.axis("off")
-    for i, pairs in enumerate(shown):
-        band, column = divmod(i, columns)
-        axes = [grid[band * high + k, column] for k in range(len(pairs))]
-        for ax in axes:
-            ax.axis("on")
-        draw.draw_confidences(axes, pieces, looks, pairs)
-    kinds = [k for k in KINDS if any(piece.counts[k].sum() for piece in pieces)]
-    handles = [Line2D([], [], color=draw.KIND_STYLES[k][0], linestyle=draw.KIND_STYLES[k][1], label=k) for k in kinds]
-    figure.legend(handles=handles, loc="outside upper left", ncols=3)
-    return figure
-
-
-def _all_costs(records: Sequence[Record], looks: draw.Looks) -> Figure:
-    figure = draw.new_figure(760, 300)
-    figure.subplots_adjust(0.07, 0.14, 0.98, 0.96, wspace=0.2)
-    left, right = figure.subplots(1, 2)
-    draw.draw_cost(left, records, looks, "time")
-    draw.draw_cost(right, records, looks, "memory")
-    return figure
-
-
-def _all_timelines(pieces: Sequence[Piece], looks: draw.Looks) -> Figure:
-    shown = draw.timelines(pieces)
-    part = 15 * len(looks) + 58
-    figure = draw.new_figure(760, part * len(shown))
-    for i, strips in enumerate(shown):
-        draw.fill_timeline(figure, pieces, looks, strips, bottom=part * (len(shown) - 1 - i), height=part)
-    return figure

@@ -1,18 +1,48 @@
-"""Tables as files for other programs: LaTeX for a paper, CSV and JSON for a notebook."""
+"""Tables as text: Markdown, LaTeX for a paper, CSV and JSON for other programs. Names in them may hold anything."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 from come.bench.report.tables import Entry, Table
+
+MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
+"""What Markdown would take for a mark or for HTML."""
+
+
+def to_markdown(table: Table) -> str:
+    """The table as GitHub-flavoured Markdown; differences that were found are bold."""
+    lines = [f"### {plain_markdown(table.title)}\n"] if table.title else []
+    lines.append("|".join(["", " ", *map(plain_markdown, table.columns), ""]))
+    lines.append("|---|" + "---:|" * len(table.columns))
+    for row in table.rows:
+        cells = [_bold(e, "**{}**", str) for e in row.entries]
+        lines.append("|".join(["", plain_markdown(row.name.strip()), *cells, ""]))
+    return "\n".join(lines) + "\n"
+
+
+def plain_markdown(text: str) -> str:
+    r"""The text so that Markdown shows it as it is.
+
+    >>> print(plain_markdown("a|b <i>"))
+    a\|b \<i\>
+    """
+    return MARKDOWN.sub(r"\\\1", text)
+
+
+def _bold(entry: Entry | None, form: str, escaped: Callable[[str], str]) -> str:
+    text = escaped("·" if entry is None else str(entry))
+    return form.format(text) if entry is not None and entry.change in ("better", "worse") else text
+
 
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "_": r"\_", "%": r"\%",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    '"': r"\textquotedbl{}", "|": r"\textbar{}", "\n": " ", "\r": " ", "\t": " ",
+    "[": "{[}", "]": "{]}", "*": "{*}", '"': r"\textquotedbl{}", "|": r"\textbar{}", "\n": " ", "\r": " ", "\t": " ",
     "±": r"$\pm$", "△": r"$\triangle$", "▽": r"$\triangledown$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "·": r"$\cdot$",
 }  # fmt: skip
 """What LaTeX would take for a command, and the signs of our tables."""
@@ -21,7 +51,7 @@ LATEX = {
 def to_latex(table: Table) -> str:
     r"""The table for a paper; it needs `\usepackage{booktabs,amssymb}`, and with other alphabets a font that has them.
 
-    Substantial changes are bold, as in the Markdown table. All text is escaped.
+    Differences that were found are bold. All text is escaped.
 
     Example:
         >>> from come.bench.report.tables import Row
@@ -46,8 +76,8 @@ def to_latex(table: Table) -> str:
     for before, row in zip((None, *table.rows), table.rows, strict=False):
         if before is not None and before.method != row.method:
             lines.append(r"\midrule")
-        name = r"\quad Improve" if row.objective == "improve" else _escaped(row.name)
-        lines.append(_line([name, *map(_cell, row.entries)]))
+        name = _escaped(row.name) if row.ran_with else r"\quad Improve"
+        lines.append(_line([name, *(_bold(e, r"\textbf{{{}}}", _escaped) for e in row.entries)]))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
@@ -55,17 +85,11 @@ def _line(cells: list[str]) -> str:
     return " & ".join(cells) + r" \\"
 
 
-def _cell(entry: Entry | None) -> str:
-    if entry is None:
-        return _escaped("·")
-    text = _escaped(str(entry))
-    return rf"\textbf{{{text}}}" if entry.change in ("better", "worse") else text
-
-
 def _escaped(text: str) -> str:
     return "".join(LATEX.get(character, character) for character in text)
 
 
+NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 COLUMNS = ("method", "objective", "domain", "metric", "mean", "spread", "seeds")
 
 
@@ -73,7 +97,8 @@ def to_csv(table: Table) -> str:
     """One line for each number, not rounded: method, objective, domain (or "average"), metric, mean, spread, seeds.
 
     Numbers are in percent, but nll is in nats and brier as it is. The spread is the standard deviation over seeds, empty
-    with one seed; the mean is empty where a cell is missing. Differences are left to whoever reads it.
+    with one seed; the mean is empty where a cell is missing. Differences are left to whoever reads it. A name that a
+    spreadsheet would take for a formula has a single quote before it.
 
     Example:
         >>> from come.bench.report.tables import Row
@@ -85,8 +110,17 @@ def to_csv(table: Table) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_numbers(table))
+    writer.writerows({name: _no_formula(value) for name, value in line.items()} for line in _numbers(table))
     return text.getvalue()
+
+
+def _no_formula(value: str | float | None) -> str | float | None:
+    """
+    >>> _no_formula("=cmd()"), _no_formula("-1"), _no_formula(-1.0)
+    ("'=cmd()", '-1', -1.0)
+    """
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t")) and not NUMBER.fullmatch(value)
+    return f"'{value}" if formula else value
 
 
 def to_json(table: Table) -> str:

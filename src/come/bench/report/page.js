@@ -28,10 +28,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
 }
 
 // One stream at a time.
-const chooser = document.getElementById("way");
+const chooser = document.getElementById("stream-chooser");
 if (chooser) {
-  const parts = [...document.querySelectorAll(".way")];
-  const show = () => parts.forEach((part) => (part.hidden = part.dataset.way !== chooser.value));
+  const parts = [...document.querySelectorAll(".stream")];
+  const show = () => parts.forEach((part) => (part.hidden = part.dataset.stream !== chooser.value));
   chooser.addEventListener("change", show);
   chooser.closest(".chooser").hidden = false;
   show();

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
 
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from come.bench.store import Record
+from come.bench.record import Record
+from come.bench.report.configurations import one_configuration
+from come.bench.statistics import AVERAGE, Verdict
 from come.errors import InputError
-
-SUBSTANTIAL = 0.5
-"""Points from which a difference is marked, as in the paper."""
-
-AVERAGE = "average"
-"""Stands in the place of a domain where a number is the mean over all of them."""
 
 SHORT = {
     "gaussian_noise": "Gauss.", "shot_noise": "Shot", "impulse_noise": "Impul.", "defocus_blur": "Defoc",
@@ -75,22 +69,22 @@ class Entry:
     mean: float
     spread: float | None = None
     change: str = ""
-    """"", or for a difference: "better", "worse", "same"."""
+    """"", or for a difference: "better", "worse", or "same" where none was found."""
     digits: int = 1
     seeds: int = 1
 
     def __str__(self) -> str:
-        """As it is printed: 52.1, 52.1±0.3, △1.2, ▽0.6, 0.1."""
-        if self.change:
-            mark = "" if self.change == "same" else "△" if self.mean > 0 else "▽"
-            return f"{mark}{abs(self.mean):.{self.digits}f}" if mark else f"{self.mean + 0.0:+.{self.digits}f}"
-        mean = f"{self.mean:.{self.digits}f}"
+        """As it is printed: 52.1, 52.1±0.3, △1.2, ▽0.6, +0.1."""
+        if self.change == "same":
+            return f"{self.mean + 0.0:+.{self.digits}f}"
+        mark = "" if not self.change else "△" if self.mean > 0 else "▽"
+        mean = f"{mark}{abs(self.mean) if mark else self.mean:.{self.digits}f}"
         return mean if self.spread is None else f"{mean}±{self.spread:.{self.digits}f}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table; None where there is no number yet."""
+    """One line of a table; None where there is no number."""
 
     method: str
     objective: str
@@ -102,7 +96,7 @@ class Row:
     @property
     def name(self) -> str:
         """What stands at the left of the line."""
-        if self.objective == "improve":
+        if not self.ran_with:
             return "  Improve"
         return f"{self.method} + {self.objective}" if self.objective else self.method
 
@@ -118,154 +112,105 @@ class Table:
     """For each column its domain, or "average", and its metric."""
 
 
-def results_table(records: Iterable[Record], title: str = "", metric: str = "accuracy") -> Table:
+Verdicts = Mapping[tuple[str, str, str, str], Verdict]
+
+
+def results_table(
+    records: Iterable[Record], title: str = "", metric: str = "accuracy", verdicts: Verdicts | None = None
+) -> Table:
     """A metric for each domain, then its average; mean and deviation over seeds.
 
     Beside the average accuracy stands the average FPR. The "Improve" row under two objectives of one method is the second
-    minus the first, of the means, marked from 0.5 points on: a triangle up where the number rose, down where it fell.
+    minus the first, of the means. With verdicts, a triangle marks a difference that they found: up where the number rose,
+    down where it fell.
 
     Args:
-        records: of one configuration; see `configurations`.
+        records: of one plan; see `configurations`.
         metric: a name in `METRICS` that the records have.
+        verdicts: of `come.bench.statistics.verdicts(folder, records)`.
 
     Raises:
-        InputError: there are no records, they must not be mixed, or none of them has the metric.
+        InputError: there are no records, they are of several plans, or none of them has the metric.
     """
     records = one_configuration(records)
+    there = {name for r in records for metrics in r.result.metrics.values() for name in metrics}
+    if metric not in METRICS or metric not in there | {"accuracy"}:
+        known = ", ".join(name for name in METRICS if name in there) or "no metric"
+        raise InputError(f"no table of {metric!r}: the records have {known}")
     domains = domains_of(records)
     averages = ("accuracy", "fpr") if metric == "accuracy" else (metric,)
     keys = [*((d, metric) for d in domains), *((AVERAGE, m) for m in averages)]
-    heads = [*(SHORT.get(d, d) for d in domains), *(METRICS[m].column for m in averages if _known(m, records))]
-    return Table(title, tuple(heads), _rows(records, keys), tuple(keys))
+    heads = [*(cut(SHORT.get(d, d)) for d in domains), *(METRICS[m].column for m in averages)]
+    return Table(title, tuple(heads), _rows(records, keys, verdicts or {}), tuple(keys))
 
 
 def metrics_table(records: Iterable[Record], title: str = "") -> Table:
     """All metrics that the records have, each averaged over the domains; without Improve rows."""
     records = one_configuration(records)
-    found = _metrics_of(records)
-    if not any(metrics.get("diverged") for r in records for metrics in r.result["metrics"].values()):
-        found -= {"diverged"}  # it is news only where it happened
-    keys = [(AVERAGE, metric) for metric in METRICS if metric in found]
-    rows = tuple(row for row in _rows(records, keys) if row.ran_with)
+    found = [metrics for r in records for metrics in r.result.metrics.values()]
+    keys = [
+        (AVERAGE, name)
+        for name in METRICS
+        if any(m.get(name) if name == "diverged" else name in m for m in found)  # it is news only where it happened
+    ]
+    rows = tuple(row for row in _rows(records, keys, {}) if row.ran_with)
     return Table(title, tuple(METRICS[m].column for _, m in keys), rows, tuple(keys))
 
 
-def configurations(records: Iterable[Record]) -> list[list[Record]]:
-    """The records in groups that may stand in one table: of one model, one data, one setting and so on."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(json.dumps(_shared(record), sort_keys=True), []).append(record)
-    return list(groups.values())
-
-
-def one_configuration(records: Iterable[Record]) -> list[Record]:
-    """The records as a list, if they may stand in one table.
-
-    Raises:
-        InputError: there are none, or they differ in more than method, objective, seed and corruption.
-    """
-    records = list(records)
-    if not records:
-        raise InputError(
-            "there are no records: no cell is finished; run 'come bench' first, or give another run folder"
-        )
-    groups = [_shared(group[0]) for group in configurations(records)]
-    for name in groups[0]:
-        values = list(dict.fromkeys(str(group[name]) for group in groups))
-        if len(values) > 1:
-            raise InputError(
-                f"the records are of {len(groups)} configurations: {name} is {' and '.join(values)}; one table cannot hold "
-                "them: report each one alone, and give each its own --out"
-            )
-    hyper: dict[tuple[str, str], dict[str, Any]] = {}
-    for record in records:
-        found = record.cell.get("hyper", {})
-        if hyper.setdefault(pair_of(record), found) != found:
-            raise InputError(
-                f"{' + '.join(pair_of(record))} ran with hyperparameters {hyper[pair_of(record)]} and with {found}; one "
-                "table cannot hold both: give each its own --out"
-            )
-    return records
-
-
-SHARED = (
-    "model", "data", "size", "setting", "severity", "batch_size", "checkpoint", "normalization", "source_data",
-    "source_size", "outlier_ratio", "imbalance", "rounds", "replay",
-)  # fmt: skip
-"""What cells must have in common to be compared."""
-
-
-def _shared(record: Record) -> dict[str, Any]:
-    return {name: record.cell.get(name) for name in SHARED}
-
-
-def pair_of(record: Record) -> tuple[str, str]:
-    """Method and objective of a record."""
-    return record.cell["method"], record.cell["objective"]
+def cut(name: str, most: int = 24) -> str:
+    """The name, no longer than that."""
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def domains_of(records: Iterable[Record], metric: str | None = None) -> list[str]:
     """All domains of the records, in the order of their first; or those that define a metric: some have no outliers."""
-    found = (item for record in records for item in record.result["metrics"].items())
+    found = (item for record in records for item in record.result.metrics.items())
     return list(dict.fromkeys(domain for domain, metrics in found if metric is None or metric in metrics))
 
 
 def objectives_of(records: Iterable[Record]) -> dict[str, list[str]]:
     """The objectives that each method ran with, in the order of the records."""
     found: dict[str, list[str]] = {}
-    for method, objective in dict.fromkeys(map(pair_of, records)):
+    for method, objective in dict.fromkeys(record.cell.pair for record in records):
         found.setdefault(method, []).append(objective)
     return found
 
 
-def _metrics_of(records: Iterable[Record]) -> set[str]:
-    return {name for r in records for metrics in r.result["metrics"].values() for name in metrics}
+def names_of(records: Iterable[Record]) -> dict[tuple[str, str], str]:
+    """How each method and objective is called: by the method alone where it ran with one objective."""
+    by_method = objectives_of(records)
+    return {(m, o): m if len(several) == 1 else f"{m} + {o}" for m, several in by_method.items() for o in several}
 
 
-def _known(metric: str, records: Sequence[Record]) -> bool:
-    found = _metrics_of(records)
-    if metric not in METRICS or metric not in found:
-        raise InputError(
-            f"no table of {metric!r}: the records have {', '.join(name for name in METRICS if name in found) or 'no metric'}"
-        )
-    return True
-
-
-def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]]) -> tuple[Row, ...]:
+def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]], verdicts: Verdicts) -> tuple[Row, ...]:
     rows: list[Row] = []
     for method, objectives in objectives_of(records).items():
         lines = [entries(records, method, objective, keys) for objective in objectives]
         for objective, line in zip(objectives, lines, strict=True):
             rows.append(Row(method, objective if len(objectives) > 1 else "", line, objective))
         if len(lines) == 2:
-            differences = (_difference(a, b, METRICS[m]) for a, b, (_, m) in zip(lines[0], lines[1], keys, strict=True))
-            rows.append(Row(method, "improve", tuple(differences)))
+            judged = (verdicts.get((method, objectives[1], *key)) for key in keys)
+            rows.append(Row(method, "improve", tuple(map(_difference, *lines, judged))))
     return tuple(rows)
 
 
 def entries(
     records: Sequence[Record], method: str, objective: str, keys: Sequence[tuple[str, str]]
 ) -> tuple[Entry | None, ...]:
-    """The number of a method with an objective for each (domain, metric); None where there is none."""
-    seeds = by_seed(records, method, objective)
+    """The number of a method with an objective for each (domain, metric), over seeds; None where there is none."""
+    seeds: dict[int, dict[str, dict[str, float]]] = {}
+    for record in records:
+        if record.cell.pair == (method, objective):
+            seeds.setdefault(record.cell.seed, {}).update(record.result.metrics)
     line = []
     for domain, metric in keys:
         wanted = domains_of(records, metric) if domain == AVERAGE else [domain]
-        values = [mean for s in seeds.values() if (mean := mean_over(s, wanted, metric)) is not None]
+        values = [mean for s in seeds.values() if (mean := _mean_over(s, wanted, metric)) is not None]
         line.append(_over_seeds(values, METRICS[metric]))
     return tuple(line)
 
 
-def by_seed(records: Iterable[Record], method: str, objective: str) -> dict[int, dict[str, dict[str, float]]]:
-    """The metrics of each domain, for each seed of a method with an objective."""
-    seeds: dict[int, dict[str, dict[str, float]]] = {}
-    for record in records:
-        if pair_of(record) == (method, objective):
-            seeds.setdefault(record.cell["seed"], {}).update(record.result["metrics"])
-    return seeds
-
-
-def mean_over(metrics: Mapping[str, Mapping[str, float]], domains: Sequence[str], metric: str) -> float | None:
+def _mean_over(metrics: Mapping[str, Mapping[str, float]], domains: Sequence[str], metric: str) -> float | None:
     """The mean over the domains; None unless all of them have it, for means over different domains do not compare."""
     values = [metrics.get(domain, {}).get(metric, math.nan) for domain in domains]
     return fmean(values) if values and all(map(math.isfinite, values)) else None
@@ -279,16 +224,14 @@ def _over_seeds(values: Sequence[float], metric: Metric) -> Entry | None:
     return Entry(fmean(values), spread, digits=1 if metric.percent else 3, seeds=len(values))
 
 
-def _difference(before: Entry | None, after: Entry | None, metric: Metric) -> Entry | None:
+def _difference(before: Entry | None, after: Entry | None, verdict: Verdict | None) -> Entry | None:
     if before is None or after is None:
         return None
     # of the numbers as they are printed, so that a reader can check it
-    change = round(after.mean, after.digits) - round(before.mean, before.digits)
-    threshold = SUBSTANTIAL if metric.percent else SUBSTANTIAL / 100
-    if abs(change) < threshold - 1e-9 or metric.lower_is_better is None:
-        return Entry(change, change="same", digits=after.digits)
-    better = (change > 0) != metric.lower_is_better
-    return Entry(change, change="better" if better else "worse", digits=after.digits)
+    size = round(round(after.mean, after.digits) - round(before.mean, before.digits), after.digits)
+    if verdict is None or not verdict.found:
+        return Entry(size, change="same", digits=after.digits)
+    return Entry(size or verdict.difference, change=verdict.change, digits=after.digits)
 
 
 STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}
@@ -315,7 +258,7 @@ def to_rich(table: Table, width: int) -> list[RichTable]:
         for k, row in enumerate(table.rows):
             last = k + 1 == len(table.rows) or table.rows[k + 1].method != row.method
             cells = [Text(str(e), STYLES[e.change]) if e else Text("·", "dim") for e in (row.entries[i] for i in piece)]
-            part.add_row(Text(row.name, "dim" if row.objective == "improve" else ""), *cells, end_section=last)
+            part.add_row(Text(row.name, "" if row.ran_with else "dim"), *cells, end_section=last)
         drawn.append(part)
     return drawn
 
@@ -325,15 +268,3 @@ def _units(table: Table) -> list[list[int]]:
     alone = [[i] for i, (domain, _) in enumerate(table.keys) if domain != AVERAGE]
     averages = [i for i, (domain, _) in enumerate(table.keys) if domain == AVERAGE]
     return [*alone, averages] if alone else [[i] for i in averages]
-
-
-def to_markdown(table: Table) -> str:
-    """The table as GitHub-flavoured Markdown."""
-    lines = [f"### {table.title}\n"] if table.title else []
-    lines.append("| |" + "|".join(table.columns) + "|")
-    lines.append("|---|" + "---:|" * len(table.columns))
-    for row in table.rows:
-        cells = [f"**{e}**" if e and e.change in ("better", "worse") else str(e or "") for e in row.entries]
-        name = row.name.strip().replace("|", "\\|")
-        lines.append("|".join(["", name, *cells, ""]))
-    return "\n".join(lines) + "\n"

@@ -1,63 +1,96 @@
-"""The report file of a run."""
+"""The report of a run as Markdown, and how a report is put on disk."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from come.bench.report.tables import results_table, to_markdown
-from come.bench.store import Record
+from come.bench.record import Record
+from come.bench.report.configurations import one_configuration
+from come.bench.report.costs import by_pair, cost, unlike
+from come.bench.report.findings import NAMES, changes, headline
+from come.bench.report.formats import plain_markdown, to_markdown
+from come.bench.report.tables import Verdicts, results_table
 from come.errors import StateError
 from come.files import replacing
 
 
-def write_report(records: Sequence[Record], path: Path, command: Sequence[str] = ()) -> None:
-    """Write a Markdown page with the table, the cost of each method, and all that is needed to make it again."""
-    cell, around = records[0].cell, records[0].surroundings
-    seeds = sorted({r.cell["seed"] for r in records})
-    bad = sum(r.result["bad_images"] for r in records)
-    lines = [
-        f"# {cell['model']} on {cell['data']}, {cell['setting']} setting, severity {cell['severity']}",
+def write_text(path: str | Path, text: str) -> None:
+    """Write a report, whole or not at all.
+
+    Raises:
+        StateError: it cannot be written.
+    """
+    try:
+        with replacing(Path(path)) as beside:
+            beside.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise StateError(
+            f"cannot write the report {path}: {error.strerror}; make room, or choose another place for it"
+        ) from error
+
+
+def write_report(
+    records: Sequence[Record], path: str | Path, command: Sequence[str] = (), verdicts: Verdicts | None = None
+) -> None:
+    """Write a Markdown page with the finding, the table, the cost of each method, and what is needed to make it again.
+
+    Args:
+        records: of one plan.
+        command: what made the run, to be shown.
+        verdicts: of `come.bench.statistics.verdicts(folder, records)`; without them, nothing is called a difference.
+    """
+    records, judged = one_configuration(records), verdicts or {}
+    cell, machine = records[0].cell, records[0].machine
+    seeds = sorted({r.cell.seed for r in records})
+    bad = sum(r.result.bad_images for r in records)
+    lines = [f"# {plain_markdown(f'{cell.model} on {cell.data}, {about(records)}')}", ""]
+    if verdicts is not None:
+        lines += [plain_markdown(headline(records, judged)), ""]
+        for (method, before, after), found in changes(records, judged).items():
+            words = "; ".join(
+                f"{NAMES[v.metric]} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason) for v in found
+            )
+            lines.append(f"* {plain_markdown(f'{method}, {before} to {after}: {words}')}.")
+    lines += [
         "",
-        "Accuracy in percent for each corruption, its average, and the average FPR (the paper's: wrong samples that pass the",
-        "threshold which accepts 95% of the right ones; lower is better). Improve rows are the second objective minus the",
-        "first, in bold from 0.5 points on." + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
+        "Accuracy in percent for each domain, its average, and the average FPR: the share of wrong samples that pass the",
+        "threshold which accepts 95% of the right ones; lower is better. Improve is the second objective minus the first; △",
+        "and ▽ mark where a difference was found."
+        + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
         "",
-        to_markdown(results_table(records)),
+        to_markdown(results_table(records, verdicts=judged)),
         "## Cost",
         "",
         "| |seconds|waiting for data|peak memory|samples used|",
         "|---|---:|---:|---:|---:|",
     ]
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.cell["method"], record.cell["objective"]), []).append(record)
-    for (method, objective), group in groups.items():
-        seconds = sum(r.result["seconds"] for r in group)
-        waited = sum(r.result["seconds_waiting_for_data"] for r in group)
-        memory = max(r.result["peak_memory_mb"] for r in group)
-        used = [m["used"] for r in group for m in r.result["metrics"].values()]
-        share = f"{100 * sum(used) / len(used):.0f}%" if used else ""
-        lines.append(f"|{method} + {objective}|{seconds:.1f}|{waited:.1f}|{memory:.0f} MB|{share}|")
+    groups = by_pair(records)
+    for pair, group in groups.items():
+        one = cost(group)
+        share = "·" if one.used is None else f"{100 * one.used:.0f}%"
+        numbers = f"{one.seconds:.1f}|{one.waiting:.1f}|{one.memory_mb:.0f} MB|{share}"
+        lines.append(f"|{plain_markdown(' + '.join(pair))}|{numbers}|")
+    if reason := unlike(groups.values()):
+        lines += ["", plain_markdown(f"These costs are not comparable: {reason}.")]
+    skipped = f"; {bad} images could not be read and were skipped" if bad else ""
     lines += [
         "",
-        f"{len(records)} cells, {cell['size']} images each, batch {cell['batch_size']}, seeds {seeds}"
-        + (f"; {bad} images could not be read and were skipped" if bad else "")
-        + ".",
+        f"{len(records)} cells, {cell.size} images each, batch {cell.batch_size}, seeds {seeds}{skipped}.",
         "",
         "## Made with",
         "",
-        *([f"    {shlex.join(command)}", ""] if command else []),
-        f"{json.dumps(around['versions'])}, {around['device']}, {around['threads']} threads.",
+        *([f"    {shlex.join(command)}".replace("\n", "\n    "), ""] if command else []),
+        plain_markdown(
+            f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {machine.threads} threads."
+        ),
         "",
-        "Rows of every sample and the record of every cell are in `cells/`, the manifests of the streams in `streams/`.",
+        "The files in `cells/` hold the record of each cell and a row for every sample; `streams/` holds their order.",
     ]
-    try:
-        with replacing(path) as beside:
-            beside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StateError(
-            f"cannot write the report {path}: {error.strerror}; make room, or choose another place"
-        ) from error
+    write_text(path, "\n".join(lines) + "\n")
+
+
+def about(records: Sequence[Record]) -> str:
+    """What was run, in a line, behind the model and the data."""
+    return f"{records[0].cell.setting} setting, severity {records[0].cell.level}"

@@ -1,6 +1,6 @@
 """Does anything grow? Every method for many steps on a tiny model: resident memory and live Python objects.
 
-    python benchmarks/soak.py [--steps 20000] [METHOD ...]
+    python tests/harness/soak.py [--steps 20000] [METHOD ...]
 
 Each method runs in a process of its own, guard on, with a damaged sample now and then. Memory and objects are read after a
 warm-up of a tenth of the steps and at the end.

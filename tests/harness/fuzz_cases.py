@@ -1,4 +1,4 @@
-"""Random models, batches and values for any method: what the tests sample and `benchmarks/fuzz.py` runs by the thousand."""
+"""Random models, batches and values for any method: what the tests sample and `fuzz.py` runs by the thousand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import come
 from come import testing
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from asking import ask_the_source
 
 NORMS = ("batch", "group", "layer", "instance", "rms", "none")

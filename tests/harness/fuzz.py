@@ -1,6 +1,6 @@
 """Thousands of random models, batches and values through every method; counts what came of them.
 
-    python benchmarks/fuzz.py [CASES]
+    python tests/harness/fuzz.py [CASES]
 
 A case is answered (finite logits and weights), refused (a documented, typed error), or something else: the last must be 0.
 """
@@ -10,13 +10,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from pathlib import Path
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fuzz_cases import Case, cases
+from hypothesis import HealthCheck, Phase, given, settings
 
 
 def main() -> None:

@@ -1,0 +1,90 @@
+"""Options that come from the description of a plan, and those that several commands share."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from come.bench.cell import shape, spelled
+from come.bench.data.reading import read_regular
+from come.bench.plan import Plan, named
+from come.errors import InputError
+
+WHERE = "Where to run it"
+MAX_CONFIG = 2**20
+"""Bytes of a configuration file."""
+
+Device = Annotated[str, typer.Option(rich_help_panel=WHERE, help="cpu, cuda, cuda:1, ...")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=WHERE, help="Processes that decode images. \\[0 for glyphs, else up to 4]", show_default=False
+    ),
+]
+OnBadImage = Annotated[
+    str, typer.Option(rich_help_panel=WHERE, help="[bold]raise[/] names the file; [bold]skip[/] counts it.")
+]
+Out = Annotated[Path | None, typer.Option(rich_help_panel=WHERE, help="Run folder. \\[runs/<name of the plan>]")]
+Config = Annotated[
+    Path | None,
+    typer.Option(rich_help_panel=WHERE, help="A TOML file with any of these options; the command line wins."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", rich_help_panel=WHERE, help="Check everything, show the grid, and stop.")
+]
+Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=WHERE, help="Show tracebacks.")]
+
+
+def with_plan(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of a plan; it gets those that were typed as `given`, a dictionary of texts."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+    fields = list(_plan_options())
+    names = {p.name for p in fields}
+
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name) for name in list(values) if name in names}
+        command(given={name: value for name, value in given.items() if value is not None}, **values)
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def _plan_options() -> Iterator[inspect.Parameter]:
+    for name, field in Plan.model_fields.items():
+        kind, flag, default, said = shape(field), f"--{spelled(name)}", field.default, field.description or ""
+        typed: Any = str | None
+        more: dict[str, Any] = {"metavar": "N" if kind == "number" else "TEXT"}
+        if kind == "flag":
+            typed, flag, more = bool | None, f"{flag}/--no-{spelled(name)}", {}
+        elif kind == "table":
+            typed, more, default = list[str] | None, {"metavar": "METHOD.NAME=VALUE"}, None
+        elif kind == "list":
+            said += " Comma-separated."
+            default = ",".join(map(str, default or ())) or None
+        if default not in (None, False):
+            said += f" {escape(f'[{default}]')}"
+        group = (field.json_schema_extra or {})["group"]  # type: ignore[index]
+        option = typer.Option(flag, rich_help_panel=str(group), help=said, show_default=False, **more)
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[typed, option])
+
+
+def from_toml(path: Path) -> Mapping[str, Any]:
+    """The options in a configuration file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        found = tomllib.loads(read_regular(path, MAX_CONFIG).decode())
+    except (OSError, ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError
+        raise InputError(f"cannot read the configuration {path}: {getattr(error, 'strerror', '') or error}") from error
+    return named(found, str(path))

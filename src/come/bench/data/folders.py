@@ -1,0 +1,136 @@
+"""Sources of image files: a folder per class, and the layout of ImageNet-C."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from come.bench.data.decoding import decode
+from come.bench.data.listing import IMAGE_ENDINGS, data_folder, images_below, stay_inside, subfolders
+from come.bench.data.preprocess import Preprocess
+from come.bench.data.reading import reason
+from come.bench.data.source import Loaded, Source
+from come.corruptions import names as corruption_names
+from come.errors import InputError
+
+OnBadImage = Literal["raise", "skip"]
+
+
+class _Files(Source):
+    """Pictures in files, decoded when they are asked for."""
+
+    files: list[tuple[Path, int]]
+    """Of each sample, its file and its label."""
+
+    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage) -> None:
+        self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image
+        self.root = data_folder(path)
+
+    @abstractmethod
+    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
+        """Where a file of `files` is."""
+
+    def __len__(self) -> int:
+        """Number of samples; of one corruption, where the files hold some."""
+        return len(self.files)
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64; no picture is read for them."""
+        return torch.tensor([label for _, label in self.files])
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Decode; a file that cannot be is named in an error, or skipped and counted."""
+        images, labels, kept, bad = [], [], [], 0
+        for index in self._known(indices):
+            file, label = self.files[index]
+            path = self._path(file, corruption, severity)
+            try:
+                stay_inside(path, self.root)
+                images.append(decode(path, self.preprocess))
+            except Exception as error:  # decoders raise whatever they met in the file
+                if self.on_bad_image == "raise":
+                    raise InputError(
+                        f"cannot read {path}: {reason(error)}; fix or remove it, or pass --on-bad-image skip"
+                    ) from error
+                bad += 1
+                continue
+            labels.append(label)
+            kept.append(index)
+        side = self.preprocess.size
+        stacked = torch.stack(images) if images else torch.empty(0, 3, side, side, dtype=torch.uint8)
+        return Loaded(stacked, torch.tensor(labels, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64), bad)
+
+
+class FolderSource(_Files):
+    """`PATH/<class>/<image>`: classes are the subfolders in sorted order.
+
+    `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class.
+
+    Example:
+        >>> import tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     (Path(folder) / "cat").mkdir()
+        ...     Image.new("RGB", (8, 8)).save(Path(folder) / "cat" / "a.png")
+        ...     FolderSource("folder:mine", folder, Preprocess(4, 4)).load([0]).images.shape
+        torch.Size([1, 3, 4, 4])
+    """
+
+    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
+        super().__init__(name, path, preprocess, on_bad_image)
+        self.classes = subfolders(self.root)
+        self.num_classes = len(self.classes)
+        if not self.classes:
+            raise InputError(f"{self.root} has no subfolders; it must hold one folder of images per class")
+        self.files = [(file, k) for k, name in enumerate(self.classes) for file in images_below(self.root / name)]
+        if not self.files:
+            raise InputError(
+                f"{self.root} has {self.num_classes} class folders but no image in them ({', '.join(IMAGE_ENDINGS)})"
+            )
+
+    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
+        return file
+
+
+class ImageNetCSource(_Files):
+    """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`.
+
+    The samples are those of the first corruption, at its highest severity.
+    """
+
+    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
+        super().__init__(name, path, preprocess, on_bad_image)
+        there = subfolders(self.root)
+        self.holds = tuple(n for n in corruption_names() if n in there)
+        if not self.holds:
+            raise InputError(f"{self.root} has no folder named after a corruption, such as gaussian_noise")
+        self.severities = {
+            n: tuple(int(s) for s in subfolders(self.root / n) if s in ("1", "2", "3", "4", "5")) for n in self.holds
+        }
+        first = self.holds[0]
+        if not self.severities[first]:
+            raise InputError(f"{self.root / first} has no severity folders 1 to 5")
+        place = self.root / first / str(self.severities[first][-1])
+        layout = FolderSource(name, str(place), preprocess)
+        self.classes, self.num_classes = layout.classes, layout.num_classes
+        self.files = [(file.relative_to(place), label) for file, label in layout.files]
+
+    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
+        """Raise `InputError` unless all corruptions are there at this severity, with all classes."""
+        super().require(corruptions, severity)
+        for name in corruptions:
+            place = self.root / str(name) / str(severity)
+            there = set(subfolders(place))
+            if missing := [n for n in self.classes if n not in there]:
+                raise InputError(
+                    f"{place} has {len(there)} class folders, and lacks {len(missing)} of {self.num_classes}, such as "
+                    f"{missing[0]!r}; unpack it again"
+                )
+
+    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
+        return self.root / str(corruption) / str(severity) / file

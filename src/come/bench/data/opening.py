@@ -1,0 +1,81 @@
+"""A source by its specification, e.g. "glyphs", "folder:photos", "imagenet-c:/data/imagenet-c"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, get_args
+
+from come.bench.data.cifar import CifarCSource
+from come.bench.data.embedded import MAX_IMAGES, GlyphOutlierSource, GlyphSource
+from come.bench.data.folders import FolderSource, ImageNetCSource, OnBadImage
+from come.bench.data.preprocess import Preprocess
+from come.bench.data.source import Source
+from come.bench.data.torchvision_sets import TorchvisionSource
+from come.errors import InputError, unknown
+
+
+class Kind(NamedTuple):
+    """A kind of source: how it is written, what it is, and how it is opened."""
+
+    usage: str
+    about: str
+    open: Callable[[str, str, Preprocess, OnBadImage], Source]
+    """From the specification, what follows the colon in it, and how pictures are read."""
+
+
+KINDS: dict[str, Kind] = {
+    "glyphs": Kind(
+        "glyphs[:SIZE]",
+        "embedded: 100 classes of characters, 32x32, drawn on the fly",
+        lambda name, rest, *_: GlyphSource(name, _count(name, rest) if rest else 3000),
+    ),
+    "glyph-outliers": Kind(
+        "glyph-outliers:near|far",
+        "embedded: images of no class, for the open-world setting",
+        lambda name, rest, *_: GlyphOutlierSource(name, rest),
+    ),
+    "folder": Kind("folder:PATH", "one subfolder of images per class, corrupted on the fly", FolderSource),
+    "tiny-imagenet": Kind(
+        "tiny-imagenet:PATH", "wnid/images/*.JPEG or wnid/*.JPEG, corrupted on the fly", FolderSource
+    ),
+    "imagenet-c": Kind("imagenet-c:PATH", "the published layout corruption/severity/class/image", ImageNetCSource),
+    "cifar10-c": Kind(
+        "cifar10-c:PATH", "the published .npy files, 10 classes", lambda name, rest, *_: CifarCSource(name, rest, 10)
+    ),
+    "cifar100-c": Kind(
+        "cifar100-c:PATH", "the published .npy files, 100 classes", lambda name, rest, *_: CifarCSource(name, rest, 100)
+    ),
+    "torchvision": Kind(
+        "torchvision:NAME[:ROOT]",
+        "a data set of torchvision that is on disk",
+        lambda name, rest, preprocess, _: TorchvisionSource(name, rest, preprocess),
+    ),
+}
+
+
+def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: OnBadImage = "raise") -> Source:
+    """Open a source by its specification.
+
+    Args:
+        spec: kind and, after a colon, where it is; `come list data` shows the kinds.
+        preprocess: makes squares of the model's size of pictures; its normalization is not used here.
+        on_bad_image: "raise" names the file; "skip" leaves the sample out and counts it.
+
+    Example:
+        >>> len(open_source("glyphs:500"))
+        500
+    """
+    kind, _, rest = spec.partition(":")
+    if kind not in KINDS:
+        raise unknown("data", kind, KINDS)
+    if on_bad_image not in get_args(OnBadImage):
+        raise unknown("value of --on-bad-image", on_bad_image, get_args(OnBadImage))
+    if not rest and "[" not in KINDS[kind].usage:
+        raise InputError(f"data {spec!r} lacks its path; write {KINDS[kind].usage}")
+    return KINDS[kind].open(spec, rest, preprocess or Preprocess(), on_bad_image)
+
+
+def _count(spec: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 7) or not 1 <= int(text) <= MAX_IMAGES:
+        raise InputError(f"{spec!r} asks for {text!r} images; write a number from 1 to {MAX_IMAGES}, e.g. glyphs:3000")
+    return int(text)

@@ -1,0 +1,137 @@
+"""What a source of images is, and the one for any torch `Dataset`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from come.bench.data.preprocess import Preprocess, pixels
+from come.errors import InputError
+
+
+class Loaded(NamedTuple):
+    """Some samples of a source; those that could not be read are left out and counted."""
+
+    images: Tensor
+    """(B, 3, H, W) uint8"""
+    labels: Tensor
+    """(B,) int64"""
+    indices: Tensor
+    """(B,) int64: which samples these are"""
+    bad: int = 0
+
+
+class Source(ABC):
+    """A data set of images with labels.
+
+    Clean sources are corrupted on the fly by `come.corruptions`; the published ones (ImageNet-C, CIFAR-C) hold their
+    corruptions already.
+    """
+
+    name: str
+    """The specification it was opened by; part of a run's identity."""
+    num_classes: int
+    holds: tuple[str, ...] | None = None
+    """Corruptions that are in the files already; None for clean images, which are corrupted on the fly."""
+    severities: Mapping[str, tuple[int, ...]] = {}
+    """Of each corruption in `holds`, those that are there."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """The samples at `indices`. Corruption and severity only choose among files (`holds`)."""
+
+    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
+        """Raise `InputError` unless each of these can be loaded, as far as a quick look tells; None is a clean image."""
+        if self.holds is None:
+            return
+        if missing := [name or "clean images" for name in corruptions if name not in self.holds]:
+            raise InputError(f"{self.name} does not hold {', '.join(missing)}; it holds {', '.join(self.holds)}")
+        for name in corruptions:
+            there = self.severities[str(name)]
+            if severity not in there:
+                raise InputError(
+                    f"{self.name} does not hold {name} of severity {severity}; of {name} it holds "
+                    f"{', '.join(map(str, there)) or 'none'}"
+                )
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64."""
+        return self.load(range(len(self)), (self.holds or (None,))[0]).labels
+
+    def source_images(self, count: int) -> Tensor:
+        """`count` clean images of the source domain, (count, 3, H, W) uint8, for methods that need some."""
+        if self.holds is not None:
+            raise InputError(
+                f"{self.name} holds corrupted images only; give clean source images with --source-data folder:PATH"
+            )
+        step = max(1, len(self) // count)
+        return self.load(range(0, len(self), step)[:count]).images
+
+    def _known(self, indices: Sequence[int]) -> list[int]:
+        """The indices as a list, if they are there; a manifest can ask for any."""
+        found = [int(i) for i in indices]
+        wrong = next((i for i in found if not 0 <= i < len(self)), None)
+        if wrong is not None:
+            raise InputError(f"{self.name} has {len(self)} samples, numbered from 0; there is no sample {wrong}")
+        return found
+
+
+class DatasetSource(Source):
+    """Any torch `Dataset` of (image, label) pairs; images are PIL pictures or uint8 tensors (3, H, W).
+
+    Args:
+        dataset: it has a length, and an item for each index.
+        num_classes: how many labels there are.
+        name: part of a run's identity.
+        preprocess: makes squares of PIL pictures; without it they must have one size.
+
+    Example:
+        >>> data = [(torch.zeros(3, 32, 32, dtype=torch.uint8), 1), (torch.zeros(3, 32, 32, dtype=torch.uint8), 0)]
+        >>> DatasetSource(data, num_classes=2, name="mine").load([1]).labels
+        tensor([0])
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        *,
+        num_classes: int,
+        name: str,
+        preprocess: Preprocess | None = None,
+    ) -> None:
+        self.name, self.num_classes, self._data, self._preprocess = name, num_classes, dataset, preprocess
+        if not len(dataset):  # type: ignore[arg-type]
+            raise InputError(f"the data set {name} is empty")
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._data)  # type: ignore[arg-type]
+
+    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
+        """Raise `InputError` unless the first sample is an image with a label."""
+        self.load([0])
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Ask the data set, item by item."""
+        pairs = [self._data[int(i)] for i in indices]
+        images = torch.stack([self._tensor(image) for image, _ in pairs])
+        return Loaded(images, torch.tensor([int(label) for _, label in pairs]), torch.as_tensor(list(indices)))
+
+    def _tensor(self, image: Any) -> Tensor:
+        if isinstance(image, Tensor):
+            if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
+                raise InputError(
+                    f"images of {self.name} must be PIL images or uint8 tensors (3, H, W), got {image.dtype} of shape "
+                    f"{tuple(image.shape)}; leave normalization to the benchmark"
+                )
+            return image
+        return self._preprocess.to_tensor(image) if self._preprocess else pixels(image.convert("RGB"))

@@ -1,0 +1,81 @@
+"""Data sets that torchvision reads from disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from come.bench.data.decoding import quiet
+from come.bench.data.preprocess import Preprocess
+from come.bench.data.reading import reason
+from come.bench.data.source import DatasetSource, Loaded
+from come.errors import InputError, unknown
+
+_PICKLE = "torchvision unpickles a file beside it, which could run anything; give its images as folder:PATH"
+NOT_OPENED = {
+    "ImageFolder": "write folder:PATH",
+    "DatasetFolder": "write folder:PATH",
+    "LSUN": _PICKLE,
+    "LSUNClass": _PICKLE,
+}
+
+
+class TorchvisionSource(DatasetSource):
+    """A data set that torchvision reads, from files that may hold anything; its test split, where it has one.
+
+    Args:
+        name: the specification.
+        rest: name of the data set in torchvision and, after a colon, its folder ("data" without one).
+        preprocess: makes squares of its pictures.
+
+    Example:
+        >>> TorchvisionSource("torchvision:FakeData", "FakeData", Preprocess(32, 32)).load([0]).images.shape
+        torch.Size([1, 3, 32, 32])
+    """
+
+    def __init__(self, name: str, rest: str, preprocess: Preprocess) -> None:
+        kind, _, root = rest.partition(":")
+        data = _data_set(kind, root or "data")
+        classes = getattr(data, "classes", None)
+        count = getattr(data, "num_classes", None) if classes is None else len(classes)
+        if not isinstance(count, int):
+            raise InputError(
+                f"torchvision's {kind} does not say how many classes it has; wrap it in come.bench.data.DatasetSource"
+            )
+        super().__init__(data, num_classes=count, name=name, preprocess=preprocess)
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Ask torchvision; what goes wrong in there is the files' fault."""
+        try:
+            with quiet():
+                return super().load(self._known(indices), corruption, severity)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"torchvision cannot read {self.name}: {reason(error)}; download it again, or give its images as folder:PATH"
+            ) from error
+
+
+def _data_set(kind: str, root: str) -> Any:
+    import torchvision.datasets
+
+    if kind in NOT_OPENED:
+        raise InputError(f"torchvision's {kind} is not opened by come: {NOT_OPENED[kind]}")
+    known = [n for n in torchvision.datasets.__all__ if n[0].isupper()]
+    if kind not in known:
+        raise unknown("torchvision data set", kind, known)
+    make = getattr(torchvision.datasets, kind)
+    place: dict[str, Any] = {"size": 64} if kind == "FakeData" else {"root": root}
+    attempts: list[dict[str, Any]] = [{"train": False}, {"split": "test"}, {"split": "val"}, {}]
+    for arguments in attempts:
+        try:
+            return make(**place, **arguments)
+        except TypeError:
+            continue
+        except Exception as error:  # whatever torchvision met in the files, or a package that it lacks
+            raise InputError(
+                f"torchvision's {kind} is not in {root} ({reason(error)}); download it there first, "
+                f"or name the folder: torchvision:{kind}:PATH"
+            ) from error
+    raise InputError(f"torchvision's {kind} cannot be opened as a classification data set")

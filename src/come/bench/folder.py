@@ -1,0 +1,262 @@
+"""A run folder: finished cells, written so that a kill at any moment leaves whole cells only.
+
+RUN/run.json              format and version of what wrote it
+RUN/cells/KEY.safetensors a finished cell: the rows, and in the header the record and a checksum of both
+RUN/locks/KEY.lock        held by the process that is working on the cell; the system frees it when that process dies
+RUN/streams/*.json        the manifests, for whoever wants to replay them
+
+A cell is one file, which appears by one rename: no order of writes can mix two runs of a cell, also where locks do not work
+(some network file systems grant a lock to everyone). Nothing here depends on the clock, and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from come import corruptions
+from come.bench.cell import Cell
+from come.bench.data import Stream
+from come.bench.data.reading import read_regular
+from come.bench.measure import domain_metrics
+from come.bench.paper import rank
+from come.bench.record import BYTES, Record, Rows, decoded, digest
+from come.errors import ComeError, StateError
+from come.files import replacing, settle
+from come.version import __version__
+
+FORMAT = "come-run-2"
+HEADER = {"format": FORMAT, "come": __version__}
+STANDARD = {name: i for i, name in enumerate(corruptions.names())}
+AGAIN = "run the same 'come bench' command again: it runs this cell anew and keeps the others"
+LARGEST = 2**31
+"""Bytes of a cell: 40 million rows."""
+
+
+class RunFolder:
+    """The results of a plan on disk.
+
+    Args:
+        path: the folder; made if it is not there.
+        read_only: only look; the folder must be a run, and need not be writable.
+
+    Raises:
+        StateError: the folder belongs to another version, to something else, or cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
+        self.path = Path(path)
+        self.cells, self.streams, self.locks = (self.path / name for name in ("cells", "streams", "locks"))
+        if not read_only:
+            try:
+                self._make()
+            except OSError as error:
+                raise StateError(
+                    f"cannot write to the run folder {self.path}: {error.strerror}; choose another with --out "
+                    "('come report' and 'come compare' need not write to it)"
+                ) from error
+        self._check()
+
+    def _make(self) -> None:
+        # The mark comes before everything else, so whoever finds other files here finds it too, whatever another process
+        # that opens the same folder is doing at this moment.
+        mark = self.path / "run.json"
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not mark.exists():
+            others = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
+            if others and not mark.exists():
+                raise StateError(f"{self.path} is not empty and not a run of come; choose another folder with --out")
+            with replacing(mark) as beside:
+                beside.write_text(json.dumps(HEADER) + "\n")
+        self._check()
+        for folder in (self.cells, self.streams, self.locks):
+            folder.mkdir(exist_ok=True)
+        settle(self.path)
+        if not os.access(self.cells, os.W_OK):
+            raise PermissionError(errno.EACCES, "it is not writable")
+
+    def _check(self) -> None:
+        mark = self.path / "run.json"
+        try:
+            found: Any = json.loads(read_regular(mark, 10_000))
+        except OSError as error:
+            raise StateError(f"cannot read {mark}: {error.strerror or error}; choose another folder") from error
+        except (ValueError, RecursionError):
+            found = {}
+        named = found.get("format") if isinstance(found, dict) else None
+        if named == "come-run-1":
+            raise StateError(
+                f"{self.path} was written by the first edition of come, whose records this one does not read; choose another "
+                "folder with --out and run the command again"
+            )
+        if named != FORMAT:
+            raise StateError(
+                f"{mark} is not of format {FORMAT!r}; choose another folder with --out, or, if come {__version__} made this "
+                f"run and the file was damaged since, write {json.dumps(HEADER)} into it"
+            )
+        if found.get("come") != __version__:
+            raise StateError(
+                f"{self.path} was written by come {str(found.get('come'))[:40]}, this is {__version__}: numbers of two "
+                "versions are not mixed; choose another folder with --out"
+            )
+        for folder in (self.cells, self.streams, self.locks):
+            if folder.is_symlink():
+                raise StateError(f"{folder} is a symbolic link; a run folder holds its own: choose another with --out")
+
+    @classmethod
+    def existing(cls, path: str | Path) -> RunFolder:
+        """The run at `path`, to read; a folder that is not one is refused and not made into one. Nothing is written."""
+        if not (Path(path) / "run.json").is_file():
+            raise StateError(f"{path} is no run folder of come (it has no run.json); give one that 'come bench' wrote")
+        return cls(path, read_only=True)
+
+    def records(self) -> list[Record]:
+        """The records of all finished cells, those of one method and objective next to each other, in the paper's order.
+
+        A cell whose file was damaged is left out, with a warning for all of them.
+        """
+        found, wrong = [], []
+        for path in sorted(self.cells.glob("*.safetensors")):
+            if not path.name.startswith("."):
+                try:
+                    found.append(_read(path)[0])
+                except StateError as error:
+                    wrong.append(str(error))
+        if wrong:
+            more = f" ({len(wrong)} cells are left out; this is the first)" if len(wrong) > 1 else ""
+            first = "".join(
+                c if c.isprintable() else ascii(c)[1:-1] for c in wrong[0]
+            )  # names of files and columns are in it
+            warnings.warn(f"left out: {first}{more}", stacklevel=2)
+
+        def place(record: Record) -> tuple[Any, ...]:
+            cell = record.cell
+            shifts = [STANDARD.get(name, 99) for name in cell.corruptions]
+            return rank(cell.method), cell.objective != "em", cell.objective, cell.seed, shifts, record.key
+
+        return sorted(found, key=place)
+
+    def record(self, cell: Cell) -> Record | None:
+        """The record of `cell`, or None if it is not done (or what is there is not what was written)."""
+        try:
+            return _read(self.file(cell.key))[0]
+        except StateError:
+            return None
+
+    def rows(self, key: str) -> Rows:
+        """The rows of a finished cell."""
+        return _read(self.file(key))[1]
+
+    def file(self, key: str) -> Path:
+        """Where a cell is."""
+        return self.cells / f"{key}.safetensors"
+
+    def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
+        """Records with the metrics that follow from their rows under another score, of `come.metrics.SCORES`."""
+        found = []
+        for r in records:
+            metrics = domain_metrics(self.rows(r.key), r.result.domains, r.result.fresh, score)
+            result = r.result.model_copy(update={"score": score, "metrics": metrics})
+            found.append(r.model_copy(update={"result": result}))
+        return found
+
+    def write(self, record: Record, rows: Rows) -> None:
+        """Store a finished cell, whole or not at all."""
+        text = record.encoded()
+        rows = {name: column.contiguous() for name, column in rows.items()}
+        try:
+            with replacing(self.file(record.key)) as beside:
+                # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
+                beside.write_bytes(save(rows, {"record": text, "sha256": digest(text, rows)}))
+        except OSError as error:
+            raise _unwritable(f"cell {record.key} to {self.path}", error) from error
+
+    def write_stream(self, stream: Stream) -> None:
+        """Keep a manifest, once; one that was damaged is written again."""
+        name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', stream.domain)[:80]}-seed{stream.seed}-{stream.digest[:8]}.json"
+        path = self.streams / name
+        if _holds(path, stream):
+            return
+        try:
+            with replacing(path) as beside:
+                stream.save(beside)
+        except OSError as error:
+            raise _unwritable(f"the stream {name} to {self.path}", error) from error
+
+    @contextmanager
+    def claim(self, cell: Cell) -> Iterator[bool]:
+        """Whether this process may work on `cell` within the block; another one that lives may hold it."""
+        path = self.locks / f"{cell.key}.lock"
+        lock = FileLock(path)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            yield False
+            return
+        except OSError as error:
+            raise _unwritable(f"the lock {path}", error) from error
+        try:
+            yield True
+        finally:
+            lock.release()
+
+
+def check_space(path: Path, cells: Iterable[Cell]) -> None:
+    """Raise a `StateError` if the rows of `cells` do not fit on the disk that holds `path`, or will hold it."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    needed = sum(cell.size * cell.rounds * max(1, len(cell.corruptions)) for cell in cells) * BYTES
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise StateError(
+            f"the rows of this run take about {needed / 2**20:.0f} MB, but {there} has {free / 2**20:.0f} MB free; make room, "
+            "or choose another folder with --out"
+        )
+
+
+def _read(path: Path) -> tuple[Record, Rows]:
+    """The record at `path` and its rows, both just as they were written, or a StateError."""
+    try:
+        data = read_regular(path, LARGEST)
+        rows = load(data)
+        # safe_open would give the header, but it maps the file, which may change while it is read
+        length = int.from_bytes(data[:8], "little")
+        about = json.loads(data[8 : 8 + length])["__metadata__"]
+        record = decoded(about["record"], rows)
+        if record.key != path.stem or about["sha256"] != digest(about["record"], rows):
+            raise StateError(f"{path}: checksum mismatch; {AGAIN}")
+        return record, rows
+    except OSError as error:
+        raise StateError(f"cannot read {path}: {error.strerror or error}; {AGAIN}") from error
+    except SafetensorError as error:
+        raise StateError(f"{path} does not hold rows: {error}; {AGAIN}") from error
+    except StateError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StateError(f"{path} is not a record: {error}; {AGAIN}") from error
+
+
+def _holds(path: Path, stream: Stream) -> bool:
+    """Whether the manifest is there already."""
+    try:
+        return Stream.load(path) == stream
+    except ComeError:
+        return False
+
+
+def _unwritable(what: str, error: OSError) -> StateError:
+    repair = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+    return StateError(
+        f"cannot write {what}: {error.strerror}; finished cells are intact: {repair}, then run the same command again"
+    )

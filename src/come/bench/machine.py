@@ -1,0 +1,82 @@
+"""Where a result was made, and what it took there: device, versions, threads, time, memory, and what else was running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+import torch
+
+from come.bench.record import Machine
+
+PACKAGES = ("come-tta", "torch", "timm", "numpy")
+
+
+class Meter:
+    """Measures what a cell takes, from its making to `machine` and `peak_megabytes`.
+
+    Args:
+        device: where the model is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._began, self._ours, self._all = time.perf_counter(), _our_seconds(), _busy_seconds()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        with contextlib.suppress(OSError):  # Linux; elsewhere the peak is that of the whole process so far
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self._began
+
+    def machine(self) -> Machine:
+        """Versions, device and threads, and how many cores other processes kept busy meanwhile."""
+        versions = {"python": platform.python_version()}
+        for package in PACKAGES:
+            try:
+                versions[package] = version(package)
+            except PackageNotFoundError:
+                versions[package] = "from source"
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        else:
+            name = platform.processor() or platform.machine()
+        others = (_busy_seconds() - self._all) - (_our_seconds() - self._ours)
+        load = max(0.0, others / max(self.seconds(), 1e-9))
+        return Machine(
+            versions=versions,
+            device=f"{self.device.type}: {name}",
+            threads=torch.get_num_threads(),
+            load=round(load, 2),
+        )
+
+    def peak_megabytes(self) -> float:
+        """On a GPU what tensors took at most since this was made, on a CPU the largest size of the process."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        # psutil knows no peak on Linux
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            status = Path("/proc/self/status").read_text().splitlines()
+            return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 2**10
+        memory = psutil.Process().memory_info()
+        return float(getattr(memory, "peak_wset", memory.rss)) / 2**20
+
+
+def _our_seconds() -> float:
+    """CPU time of this process and of the workers that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _busy_seconds() -> float:
+    """CPU time that all processes of the machine took together."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + getattr(times, "nice", 0.0))

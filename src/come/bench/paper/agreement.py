@@ -1,0 +1,146 @@
+"""What was measured next to what the paper printed, and what agrees.
+
+On ImageNet-C with the paper's model numbers can be compared one by one. On other data, such as the embedded `glyphs`, only two
+questions have an answer: does COME change the same methods in the same direction, and do the methods come in the same order.
+Whether a measured change is one is decided by its interval (`come.bench.statistics`), not by its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from come.bench.paper import PaperTable
+from come.bench.record import Record
+from come.bench.statistics import Verdict, Verdicts
+
+SUBSTANTIAL = 0.5
+"""Points from which the paper calls a difference substantial."""
+
+NAMES = {"accuracy": "accuracy", "fpr": "FPR"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table: the paper's number and ours; None where there is none."""
+
+    method: str
+    objective: str
+    paper: float | None
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A column of a table, the paper's next to ours.
+
+    Args:
+        table: name of the paper's table.
+        domain: the column, or "average" or "worst".
+        metric: "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt.
+        lines: one for each method and objective.
+        verdicts: for each method, whether COME changes our number.
+    """
+
+    table: str
+    domain: str
+    metric: str
+    lines: tuple[Line, ...]
+    verdicts: Mapping[str, Verdict]
+
+    def changes(self) -> list[tuple[str, float, float]]:
+        """(method, change from em to come in the paper, measured) for methods that have all four numbers."""
+        found = {(line.method, line.objective): line for line in self.lines}
+        rows = []
+        for method in dict.fromkeys(line.method for line in self.lines):
+            em, come = found.get((method, "em")), found.get((method, "come"))
+            if em is None or come is None:
+                continue
+            numbers = (em.paper, come.paper, em.measured, come.measured)
+            if None not in numbers:
+                a, b, c, d = (float(v) for v in numbers if v is not None)
+                rows.append((method, b - a, d - c))
+        return rows
+
+    def agreement(self) -> list[str]:
+        """Sentences: what agrees with the paper, what contradicts it, what cannot be told, and the order of the rows."""
+        said = []
+        if self.metric in NAMES:
+            agree: list[str] = []
+            contradict: list[str] = []
+            unclear: list[str] = []
+            for method, theirs, ours in self.changes():
+                verdict = self.verdicts.get(method)
+                numbers = f"{method} (paper {theirs:+.1f}, here {ours:+.1f}"
+                if abs(theirs) < SUBSTANTIAL:
+                    unclear.append(f"{numbers}: the paper calls less than {SUBSTANTIAL} no change)")
+                elif verdict is None or not verdict.found:
+                    reach = "" if verdict is None else f", 95% interval {verdict.low:+.1f} to {verdict.high:+.1f}"
+                    unclear.append(f"{numbers}{reach})")
+                else:
+                    (agree if (theirs > 0) == (ours > 0) else contradict).append(f"{numbers})")
+            for words, found in (
+                ("Agrees with the paper", agree),
+                ("Contradicts the paper", contradict),
+                ("Cannot be told from this run", unclear),
+            ):
+                if found:
+                    said.append(f"{words}, {NAMES[self.metric]} with COME against EM: {', '.join(found)}.")
+        pairs = [(line.paper, line.measured) for line in self.lines if None not in (line.paper, line.measured)]
+        if len(pairs) >= 3 and all(len(set(column)) > 1 for column in zip(*pairs, strict=True)):
+            from scipy import stats  # takes a second to import
+
+            rank = stats.spearmanr(*zip(*pairs, strict=True))
+            chance = "more than chance" if rank.pvalue < 0.05 else "chance may explain it"
+            said.append(f"Order of the {len(pairs)} rows: rank correlation {rank.statistic:+.2f} ({chance}).")
+        return said
+
+
+def compare(table: PaperTable, records: Iterable[Record], verdicts: Verdicts) -> list[Comparison]:
+    """Lay the records beside a table: column by column where the columns are the same, and the averages."""
+    ours: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        ours.setdefault(record.cell.pair, []).append(record)
+    found = []
+    for column in table.columns:
+        lines = []
+        for row in table.rows:
+            theirs = table.value(row.method, row.objective, column.domain, column.metric)
+            mine = _measured(ours.get((row.method, row.objective), []), column.domain, column.metric)
+            if column.metric in ("memory_mb", "seconds"):
+                base = table.value("source", "em", column.domain, column.metric)
+                ours_base = _measured(ours.get(("source", "em"), []), column.domain, column.metric)
+                theirs = theirs / base if theirs is not None and base else None
+                mine = mine / ours_base if mine is not None and ours_base else None
+            lines.append(Line(row.method, row.objective, theirs, mine))
+        if any(line.measured is not None for line in lines):
+            wanted = ("come", column.domain, column.metric)
+            of = {method: verdict for (method, *key), verdict in verdicts.items() if tuple(key) == wanted}
+            found.append(Comparison(table.name, column.domain, column.metric, tuple(lines), of))
+    return found
+
+
+def _measured(records: Sequence[Record], domain: str, metric: str) -> float | None:
+    """Our number in the paper's unit, mean over seeds; None if it was not measured."""
+    if not records:
+        return None
+    if metric == "memory_mb":
+        return max(r.result.peak_memory_mb for r in records)
+    if metric == "seconds":
+        return sum(r.result.seconds for r in records)
+    seeds: dict[int, dict[str, dict[str, float]]] = {}
+    for record in records:
+        seeds.setdefault(record.cell.seed, {}).update(record.result.metrics)
+    # The paper's lifelong FPR is over everything seen so far.
+    key = "fpr_so_far" if metric == "fpr" and records[0].cell.setting == "lifelong" else metric
+    values = []
+    for domains in seeds.values():
+        column = [100 * m[key] for m in domains.values() if key in m]
+        if domain == "average" and column:
+            values.append(fmean(column))
+        elif domain == "worst" and column:
+            values.append(max(column) if metric == "fpr" else min(column))
+        elif domain in domains and key in domains[domain]:
+            values.append(100 * domains[domain][key])
+    return fmean(values) if values else None

@@ -1,0 +1,147 @@
+"""What is kept of a finished cell: a record, typed, and a row for every sample.
+
+A record may have been changed by anyone since it was written, so all of it is checked when it is read: types and limits by
+pydantic, the rest here. Reports and comparisons rely on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, Strict, model_validator
+from torch import Tensor
+
+from come.bench.cell import Cell, Description, Text, Texts
+
+Rows = dict[str, Tensor]
+"""One entry per sample in each of `COLUMNS`."""
+
+COLUMNS: Mapping[str, torch.dtype] = {
+    "index": torch.int32,
+    "label": torch.int32,  # -1: outlier
+    "prediction": torch.int32,
+    "confidence": torch.float32,
+    "msp": torch.float32,
+    "uncertainty": torch.float32,
+    "entropy": torch.float32,
+    "energy": torch.float32,
+    "norm": torch.float32,
+    "nll": torch.float32,
+    "brier": torch.float32,
+    "finite": torch.bool,
+    "used": torch.bool,
+    "domain": torch.int16,  # number of the episode
+    "kind": torch.int16,  # place in the stream's shifts
+}
+BYTES = sum(kind.itemsize for kind in COLUMNS.values())
+"""Of a row."""
+
+Amount = Annotated[float, Field(ge=0, le=1e15)]
+Number = Annotated[float, Field(ge=-1e15, le=1e15)]
+Whole = Annotated[int, Field(ge=0, le=10**12)]
+
+
+Event = Annotated[tuple[Text, Whole], Strict(False)]
+
+
+class Machine(Description):
+    """Where a result was made."""
+
+    versions: dict[Text, Text]
+    device: Text
+    threads: Whole
+    load: Amount
+    """Cores that other processes kept busy meanwhile."""
+
+
+class Result(Description):
+    """What was found, and what it took."""
+
+    domains: Texts
+    fresh: Annotated[tuple[bool, ...], Strict(False)]
+    """For each domain, whether the method was reset before it."""
+    metrics: dict[Text, dict[Text, Number]]
+    """By domain and name, see `come.metrics.summary`."""
+    samples: Whole
+    bad_images: Whole = 0
+    health: dict[Text, Any] = Field({})
+    events: Annotated[tuple[Event, ...], Strict(False)] = ()
+    """Kind and step of what the guard did."""
+    lr: Amount | None = None
+    seconds: Amount
+    seconds_waiting_for_data: Amount = 0.0
+    peak_memory_mb: Amount
+    score: Text = "confidence"
+    """What the FPR ranks samples by, a name in `come.metrics.SCORES`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Result:
+        if len(self.fresh) != len(self.domains) or set(self.metrics) != set(self.domains):
+            raise ValueError("domains, fresh and metrics must name the same domains")
+        return self
+
+    @property
+    def busy(self) -> float:
+        """Seconds without those spent waiting for data."""
+        return max(0.0, self.seconds - self.seconds_waiting_for_data)
+
+
+class Record(Description):
+    """A finished cell: its configuration and all that was found."""
+
+    cell: Cell
+    result: Result
+    machine: Machine
+
+    @property
+    def key(self) -> str:
+        """Names the cell."""
+        return self.cell.key
+
+    def encoded(self) -> str:
+        """As JSON, the same text for the same record."""
+        return json.dumps(self.model_dump(), sort_keys=True)
+
+
+def decoded(text: str, rows: Rows) -> Record:
+    """The record that `encoded` wrote, if it and the rows are what a report can rely on; else a ValueError that says why."""
+    record = Record(**json.loads(text))
+    _check_rows(record, rows)
+    return record
+
+
+def digest(text: str, rows: Rows) -> str:
+    """Checksum of a record and its rows."""
+    found = hashlib.sha256(text.encode())
+    for name in sorted(rows):
+        column = rows[name].contiguous()
+        found.update(f"{name} {column.dtype} {tuple(column.shape)}".encode())
+        found.update(column.view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _check_rows(record: Record, rows: Rows) -> None:
+    found = {name: column.dtype for name, column in rows.items()}
+    if found != COLUMNS:
+        wrong = next(name for name in (*COLUMNS, *found) if found.get(name) != COLUMNS.get(name))
+        raise ValueError(f"column {wrong} of the rows must be {COLUMNS.get(wrong)}, got {found.get(wrong)}")
+    shapes = {tuple(column.shape) for column in rows.values()}
+    if shapes != {(record.result.samples,)} or not record.result.samples:
+        raise ValueError(
+            f"the rows must have the shape ({record.result.samples or 'at least 1'},), got {sorted(shapes)}"
+        )
+    for name, column in rows.items():
+        # logits that reach infinity have an infinite energy and norm
+        if column.is_floating_point() and (
+            column.isnan().any() if name in ("energy", "norm") else not column.isfinite().all()
+        ):
+            raise ValueError(f"column {name} of the rows must be finite")
+    low, high = int(rows["domain"].min()), int(rows["domain"].max())
+    if low < 0 or high >= len(record.result.domains):
+        raise ValueError(
+            f"column domain of the rows must be from 0 to {len(record.result.domains) - 1}, got {low} to {high}"
+        )

@@ -1,0 +1,425 @@
+"""Is a difference between two runs of the same samples more than chance? One answer for tables, reports and comparisons.
+
+**Which samples.** Accuracy and FPR are estimated again on resampled images: every image is drawn 0, 1, 2, ... times (Poisson
+bootstrap), the same number of times in both runs, in all domains and with all seeds, for it is one image. The spread of the
+difference over these resamples is its standard error; it gives a normal interval and p-value.
+
+**Which order.** Other seeds are other orders of the stream. With several of them, a difference must have the same sign for each
+and exceed its standard error over seeds; from three seeds on, a t interval over them must exclude 0. With one seed, a
+difference holds for this stream, and the words say so.
+
+Streams of different samples are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf, sqrt
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import stats
+from torch import Tensor
+
+from come.bench.folder import RunFolder
+from come.bench.record import Record, Rows
+from come.errors import unknown
+from come.metrics import SCORES
+from come.metrics.checks import alike
+
+METRICS = ("accuracy", "fpr")
+"""What verdicts are about."""
+
+LEVEL = 0.05
+REACH = float(stats.norm.isf(LEVEL / 2))
+"""Standard errors from the middle of an interval to its end."""
+
+RESAMPLES = 300
+BLOCK = 1024
+"""Images whose weights are drawn together."""
+
+LARGEST = 2**18
+"""Images with weights of their own; of larger sets some share theirs, which leaves the error as it is."""
+
+AT_ONCE = 2**22
+"""Weights that are looked at together: what bounds the memory."""
+
+AVERAGE = "average"
+"""Stands in the place of a domain where a number is the mean over all of them."""
+
+ONE_SEED = "One seed: other orders of the stream may give another result; run --seeds 0,1,2."
+
+Claim = Literal["higher", "lower", "no difference found", "not comparable"]
+Floats = npt.NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the second of two runs changes; numbers in percent, differences in points."""
+
+    metric: str
+    before: float = 0.0
+    after: float = 0.0
+    error: float = 0.0
+    """Standard error of the difference over images."""
+    p: float = 1.0
+    """Two-sided, of the difference over images."""
+    by_seed: tuple[float, ...] = ()
+    """The difference with each seed."""
+    reason: str = ""
+    """Why the runs are not comparable, if they are not."""
+
+    @property
+    def difference(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+    @property
+    def points(self) -> str:
+        """The difference of the numbers as they are printed, so that a reader can check it."""
+        return f"{round(self.after, 1) - round(self.before, 1) + 0.0:+.1f}"
+
+    @property
+    def low(self) -> float:
+        """Lower end of the 95% interval of the difference, over images."""
+        return max(-100.0, self.difference - REACH * self.error)
+
+    @property
+    def high(self) -> float:
+        """Its upper end."""
+        return min(100.0, self.difference + REACH * self.error)
+
+    @property
+    def claim(self) -> Claim:
+        """Higher or lower, where images and seeds both say so."""
+        if self.reason:
+            return "not comparable"
+        if self.p > LEVEL or not _seeds_agree(self.by_seed):
+            return "no difference found"
+        return "higher" if self.difference > 0 else "lower"
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a difference."""
+        return self.claim in ("higher", "lower")
+
+    @property
+    def change(self) -> Literal["better", "worse", "same"]:
+        """The claim, judged by the metric."""
+        if not self.found:
+            return "same"
+        return "better" if (self.claim == "lower") == (self.metric == "fpr") else "worse"
+
+    @property
+    def words(self) -> str:
+        """The claim in words, with what it rests on."""
+        if self.reason:
+            return f"not comparable: {self.reason}"
+        if not self.found:
+            return self.claim + ": the seeds do not agree" * (self.p <= LEVEL)
+        return f"{self.claim} {'on this stream' if len(self.by_seed) == 1 else f'with all {len(self.by_seed)} seeds'}"
+
+    @property
+    def numbers(self) -> str:
+        """The interval, and the metric in both runs."""
+        return f"95% interval {self.low:+.1f} to {self.high:+.1f}; from {self.before:.1f} to {self.after:.1f}"
+
+
+def _seeds_agree(differences: Sequence[float]) -> bool:
+    """Whether all seeds have one sign, and their mean exceeds its standard error, or from three on its t interval."""
+    n = len(differences)
+    if n < 2:
+        return True
+    limit = float(stats.t.isf(LEVEL / 2, n - 1)) if n > 2 else 1.0
+    one_sign = all(d > 0 for d in differences) or all(d < 0 for d in differences)
+    return one_sign and abs(fmean(differences)) > limit * stdev(differences) / sqrt(n)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One domain of one finished cell: which samples it is of, and its metrics on the resampled images."""
+
+    size: int
+    digest: str
+    """Of the samples: index, kind and label."""
+    counts: Mapping[str, int]
+    """How many samples each metric is a share of."""
+    estimates: Mapping[str, Floats]
+    """Each metric as it is, and then for each of RESAMPLES."""
+
+
+def samples(folder: RunFolder, record: Record) -> dict[str, Sample]:
+    """What each domain of a finished cell gives, if it has samples."""
+    score, domains = record.result.score, record.result.domains
+    if score not in SCORES:
+        raise unknown("score", score, SCORES)
+    parts = by_domain(folder.rows(record.key), len(domains))
+    return {d: _sample(part, score, record.cell.outliers or "") for d, part in zip(domains, parts, strict=True) if part}
+
+
+def by_domain(rows: Rows, domains: int) -> list[Rows]:
+    """The rows of each domain, in the order of the stream; nothing where there are none."""
+    order = rows["domain"].argsort(stable=True)
+    sizes = rows["domain"].long().bincount(minlength=domains).tolist()
+    columns = {name: torch.split(column[order], sizes) for name, column in rows.items()}
+    return [{name: parts[i] for name, parts in columns.items()} if size else {} for i, size in enumerate(sizes)]
+
+
+def _sample(rows: Rows, score: str, outliers: str) -> Sample:
+    label, index, kind = (rows[name].numpy() for name in ("label", "index", "kind"))
+    inlier = label >= 0
+    right = inlier & (rows["prediction"].numpy() == label)
+    confidence = SCORES[score](rows).double().numpy()
+    weights, columns = _weights(index, kind < 0, outliers)
+    counts = {"accuracy": int(inlier.sum()), "fpr": int((~right).sum())}
+    parts: dict[str, list[Floats]] = {metric: [] for metric in METRICS if metric == "fpr" or counts[metric]}
+    for some in _chunks(weights, len(label)):
+        parts["fpr"].append(resampled_fpr(confidence, right, some, columns))
+        if "accuracy" in parts:
+            parts["accuracy"].append(_share(some.take(columns[right], axis=1), some.take(columns[inlier], axis=1)))
+    order = np.lexsort((label, index, kind))
+    digest = hashlib.sha256(np.stack([kind, index, label]).astype(np.int64)[:, order].tobytes()).hexdigest()
+    return Sample(len(label), digest, counts, {name: np.concatenate(part) for name, part in parts.items()})
+
+
+def _chunks(weights: npt.NDArray[np.uint8], size: int) -> Iterator[npt.NDArray[np.uint8]]:
+    step = max(1, AT_ONCE // size)
+    for begin in range(0, len(weights), step):
+        yield weights[begin : begin + step]
+
+
+def _share(part: npt.NDArray[np.uint8], whole: npt.NDArray[np.uint8]) -> Floats:
+    """Row by row; where a resample drew nothing, the share of all."""
+    some, all_ = (array.sum(axis=1, dtype=np.int64) for array in (part, whole))
+    share: Floats = np.where(all_ > 0, some / np.maximum(all_, 1), part.shape[1] / whole.shape[1])
+    return share
+
+
+def resampled_fpr(
+    confidence: Floats,
+    correct: npt.NDArray[np.bool_],
+    weights: npt.NDArray[np.integer],
+    columns: npt.NDArray[np.integer] | None = None,
+    *,
+    accept: float = 0.95,
+) -> Floats:
+    """`come.metrics.fpr` of samples that count several times, or not at all, for many such weights at once.
+
+    Args:
+        confidence: (N,), larger is more confident.
+        correct: (N,).
+        weights: (R, M), how often each counts.
+        columns: (N,), which of the M weights a sample has; by default M is N.
+        accept: share of the right samples to accept.
+
+    Returns:
+        (R,)
+
+    Example:
+        >>> confidence, correct = np.array([0.9, 0.8, 0.3, 0.85]), np.array([True, True, False, False])
+        >>> resampled_fpr(confidence, correct, np.array([[1, 1, 1, 1], [1, 1, 3, 1], [1, 0, 1, 1]]))
+        array([0.5 , 0.25, 0.  ])
+    """
+    columns = np.arange(len(confidence)) if columns is None else columns
+    order = np.argsort(confidence, kind="stable")
+    right, wrong = order[correct[order]], order[~correct[order]]
+    if not len(wrong) or not len(right):
+        alone: Floats = (weights.take(columns[wrong], axis=1).sum(axis=1) > 0).astype(np.float64)
+        return alone
+    value = confidence[right]
+    passed, below = (np.cumsum(weights.take(columns[some], axis=1), axis=1, dtype=np.int32) for some in (right, wrong))
+    last = np.flatnonzero(np.append(value[1:] != value[:-1], True))  # equal confidences pass together
+    if len(last) < len(value):
+        passed, value = passed.take(last, axis=1), value[last]
+    value = np.append(value, inf)
+    below = np.concatenate([np.zeros_like(below[:, :1]), below], axis=1)
+    n_right, n_wrong = np.maximum(passed[:, -1], 1), np.maximum(below[:, -1], 1)
+    row = np.arange(len(weights))
+
+    def missed(at: npt.NDArray[np.intp]) -> Floats:
+        """Share of the wrong ones that are at least as confident as the right ones at that place."""
+        share: Floats = (n_wrong - below[row, np.searchsorted(confidence[wrong], value[at])]) / n_wrong
+        return share
+
+    # The largest share of right ones below the threshold that is at most 5%, and the next one.
+    reject = 1 - accept
+    most = (reject * n_right).astype(np.int64)
+    most += ((most + 1) / n_right <= reject).astype(np.int64) - (most / n_right > reject)  # the product is rounded
+    upper = (passed <= most[:, None]).sum(axis=1).clip(max=passed.shape[1] - 1)
+    low, high = np.where(upper > 0, passed[row, upper - 1], 0), passed[row, upper]
+    behind = (passed <= high[:, None]).sum(axis=1)
+    # The nearer one; a share above 10%, which counts as a collapsed score, is never nearer than none at all.
+    second = np.abs(high / n_right - reject) <= np.abs(low / n_right - reject)
+    found = np.where(passed[:, -1] > 0, np.where(second, missed(behind), missed(upper)), 1.0)
+    return np.where(below[:, -1] > 0, found, 0.0)
+
+
+def _weights(
+    index: npt.NDArray[np.integer], outlier: npt.NDArray[np.bool_], outliers: str
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """How often each image counts, first once and then in each resample; and the columns of these samples in it.
+
+    An image has the same weights wherever it occurs; one of an outlier source is another image.
+    """
+    place = index.astype(np.int64) % LARGEST
+    blocks = [0 if not len(part) else int(part.max()) // BLOCK + 1 for part in (place[~outlier], place[outlier])]
+    parts = [_block(salt, b) for salt, n in zip(("", f"outliers {outliers}"), blocks, strict=True) for b in range(n)]
+    return np.concatenate(parts, axis=1), np.where(outlier, place + blocks[0] * BLOCK, place)
+
+
+@lru_cache(maxsize=2 * LARGEST // BLOCK)
+def _block(salt: str, number: int) -> npt.NDArray[np.uint8]:
+    draw = np.random.default_rng([zlib.crc32(salt.encode()), number])
+    drawn = draw.poisson(1.0, (RESAMPLES, BLOCK)).astype(np.uint8)
+    return np.concatenate([np.ones((1, BLOCK), np.uint8), drawn])
+
+
+def judge(metric: str, pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> Verdict | None:
+    """The verdict on the mean over domains and seeds.
+
+    Args:
+        metric: accuracy or fpr.
+        pairs: for each seed, the domains of the first and of the second run.
+
+    Returns:
+        None if there is nothing to compare: no seed, or a domain that does not define the metric.
+    """
+    both = [pair for domains in pairs.values() for pair in domains]
+    for a, b in both:
+        if a.size != b.size:
+            return Verdict(metric, reason=f"streams of {a.size} and {b.size} samples are not compared")
+        if a.digest != b.digest:
+            return Verdict(metric, reason="the two streams hold different samples")
+    if not both or any(metric not in sample.estimates for pair in both for sample in pair):
+        return None
+    before, after = (
+        [100 * np.mean([pair[i].estimates[metric] for pair in domains], axis=0) for domains in pairs.values()]
+        for i in (0, 1)
+    )
+    by_seed = [b - a for a, b in zip(before, after, strict=True)]
+    spread = float(np.std(np.mean(by_seed, axis=0)[1:], ddof=1))
+    # as if each run had one sample more that it alone gets right: what a handful of samples show, resampling takes for certain
+    few = sum((100 / max(1, sample.counts[metric])) ** 2 for pair in both for sample in pair) / len(both) ** 2
+    error = sqrt(spread**2 + few)
+    first, second = (float(np.mean([seed[0] for seed in run])) for run in (before, after))
+    p = float(2 * stats.norm.sf(abs(second - first) / error))
+    return Verdict(metric, first, second, error, p, tuple(float(seed[0]) for seed in by_seed))
+
+
+def corrected(verdicts: Mapping[Key, Verdict]) -> dict[Key, Verdict]:
+    """The verdicts with p-values for many questions at once, by Benjamini and Hochberg.
+
+    Of the differences that are then called one, at most 5% are expected to be false.
+    """
+    asked = [key for key, verdict in verdicts.items() if not verdict.reason]
+    p = stats.false_discovery_control([verdicts[key].p for key in asked]) if asked else []
+    return {**verdicts, **{key: replace(verdicts[key], p=float(value)) for key, value in zip(asked, p, strict=True)}}
+
+
+Samples = Mapping[int, Mapping[str, Sample]]
+"""By seed and domain."""
+
+
+def gathered(folder: RunFolder, records: Iterable[Record]) -> dict[int, dict[str, Sample]]:
+    """The samples of all domains and seeds of one method with one objective."""
+    found: dict[int, dict[str, Sample]] = {}
+    for record in records:
+        found.setdefault(record.cell.seed, {}).update(samples(folder, record))
+    return found
+
+
+def compared(first: Samples, second: Samples, domains: Sequence[str]) -> dict[tuple[str, str], Verdict]:
+    """The verdicts by domain and metric, and on the average over `domains`, with the seeds that have all of them."""
+    found = {}
+    pairs = {seed: (first[seed], second[seed]) for seed in first if seed in second}
+    for metric in METRICS:
+        undefined = {d for pair in pairs.values() for run in pair for d in run if metric not in run[d].estimates}
+        wanted = [domain for domain in domains if domain not in undefined]
+        for name, group in (*((d, [d]) for d in domains), (AVERAGE, wanted)):
+            chosen = {
+                seed: [(a[d], b[d]) for d in group]
+                for seed, (a, b) in pairs.items()
+                if all(d in a and d in b for d in group)
+            }
+            verdict = judge(metric, chosen)
+            if verdict is not None:
+                found[name, metric] = verdict
+    return found
+
+
+Verdicts = dict[tuple[str, str, str, str], Verdict]
+"""By method, objective, domain (or "average") and metric: what that objective changes against the method's first one."""
+
+
+def verdicts(folder: RunFolder, records: Iterable[Record]) -> Verdicts:
+    """For each method, what each further objective changes against its first, on each domain and on average.
+
+    The p-values of the domains are corrected for their number, see `corrected`; those of the averages are not.
+
+    Args:
+        folder: where the rows of the records are.
+        records: of one configuration.
+    """
+    records = list(records)
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        groups.setdefault(record.cell.method, {}).setdefault(record.cell.objective, []).append(record)
+    domains = list(dict.fromkeys(domain for record in records for domain in record.result.domains))
+    found: Verdicts = {}
+    for method, objectives in groups.items():
+        if len(objectives) > 1:
+            first, *others = ((name, gathered(folder, group)) for name, group in objectives.items())
+            for objective, after in others:
+                judged = compared(first[1], after, domains)
+                found |= {(method, objective, *key): verdict for key, verdict in judged.items()}
+    by_domain = {metric: {k: v for k, v in found.items() if k[3] == metric and k[2] != AVERAGE} for metric in METRICS}
+    return {**found, **corrected(by_domain["accuracy"]), **corrected(by_domain["fpr"])}
+
+
+class Paired(NamedTuple):
+    """Two runs on the same samples."""
+
+    difference: float
+    """Accuracy of the second minus accuracy of the first."""
+    p: float
+    """Two-sided, exact."""
+    only_a: int
+    """Samples that only the first has right (McNemar's b)."""
+    only_b: int
+    """Samples that only the second has right (McNemar's c)."""
+
+
+def paired_difference(correct_a: Tensor, correct_b: Tensor) -> Paired:
+    r"""Compare two runs on the same samples, each of them once, with McNemar's exact test.
+
+    If both were equally good, each sample that only one of them has right would be a toss of a fair coin:
+
+    .. math:: p = \min\Bigl(1, \; 2 \cdot 2^{-(b+c)} \sum_{i=0}^{\min(b, c)} \binom{b+c}{i}\Bigr)
+
+    Args:
+        correct_a: (N,) bool, of the first run; leave outliers out.
+        correct_b: (N,) bool, of the second, for the same samples in the same order.
+
+    Returns:
+        the difference of the accuracies, p, and the counts b and c. p is 1 if no sample has b or c; the difference of
+        empty sets is 0.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.tensor([True, False, False, False, True]), torch.tensor([True, True, True, True, True])
+        >>> paired_difference(a, b)
+        Paired(difference=0.6, p=0.25, only_a=0, only_b=3)
+    """
+    alike(correct_a=correct_a, correct_b=correct_b)
+    a, b = correct_a.bool(), correct_b.bool()
+    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
+    p = float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
+    return Paired((only_b - only_a) / max(len(a), 1), p, only_a, only_b)

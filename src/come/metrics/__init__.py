@@ -1,0 +1,25 @@
+r"""What a run is judged by, on one-dimensional tensors with one entry per sample, on any device.
+
+A confidence is any score that is larger for a more confident prediction. Equal confidences are accepted together, so no
+value depends on the order of the samples. Infinite confidences are allowed; a NaN is refused with an `InputError`, except
+by `fpr`. Every metric has a value for every set, also for an empty one; `summary` leaves out what says nothing.
+
+counting     accuracy, labelled_mean, dominant_share
+ranking      fpr (the paper's), fpr95 (OpenOOD's), auroc, aupr
+calibration  ece, nll, brier
+selective    aurc, abstention_accuracy
+scores       SCORES: confidences by name
+summaries    summary: all of them; trajectory: along the stream
+"""
+
+from come.metrics.calibration import LARGEST_NLL, brier, ece, nll
+from come.metrics.counting import accuracy, dominant_share, labelled_mean
+from come.metrics.ranking import aupr, auroc, fpr, fpr95
+from come.metrics.scores import PROBABILITIES, SCORES, Rows, uniform_cross_entropy
+from come.metrics.selective import abstention_accuracy, aurc
+from come.metrics.summaries import POINTS, summary, trajectory
+
+__all__ = [
+    "LARGEST_NLL", "POINTS", "PROBABILITIES", "SCORES", "Rows", "abstention_accuracy", "accuracy", "aupr", "aurc", "auroc",
+    "brier", "dominant_share", "ece", "fpr", "fpr95", "labelled_mean", "nll", "summary", "trajectory", "uniform_cross_entropy",
+]  # fmt: skip
