@@ -19,7 +19,7 @@ import come
 from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import Batch, DatasetSource, Stream
 from come.bench.measure import _rows
-from come.bench.plan import QUICK, parse_hyper
+from come.bench.plan import QUICK, parse_hyper, typed
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
 
@@ -176,6 +176,18 @@ def test_skipped_images_are_counted_in_the_record(tmp_path):
     assert [(r.result.samples, r.result.bad_images) for r in records] == [(7, 1)] * 6
     with pytest.raises(come.InputError, match=r"a/2\.png"):
         Bench(plan, model=model).run(RunFolder(tmp_path / "other"))
+
+
+def test_a_knob_is_an_option_a_part_of_the_identity_and_of_the_record(tmp_path):
+    """One line in `Knobs`: here the statistics of BatchNorm."""
+    plan = SMALL.but(model="glyphs-resnet", methods=("tent",), objectives=("em",), corruptions=("contrast",))
+    (batch,) = run(plan, tmp_path / "run")
+    (source,) = run(plan.but(**typed({"statistics": "source"})), tmp_path / "run")
+    assert (batch.cell.statistics, source.cell.statistics) == (None, "source")
+    assert batch.key != source.key
+    assert batch.result.metrics != source.result.metrics
+    with pytest.raises(come.ConfigError, match="statistics has no effect: glyphs-vit has no BatchNorm layer"):
+        Bench(SMALL.but(statistics="source"))
 
 
 def test_class_counts_that_do_not_fit_are_both_named():

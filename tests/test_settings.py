@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from PIL import Image
 
 import come
 from come.bench import Bench, Cell, Plan, RunFolder, run, settings
@@ -75,7 +76,11 @@ def test_standard_resets_and_lifelong_does_not():
 )
 def test_open_world_cuts_the_larger_side(ratio, outside, expected):
     (episode,) = streams(
-        "open-world", corruptions=("fog",), outliers="folder:a/textures", outliers_size=outside, outlier_ratio=ratio
+        "open-world",
+        corruptions=settings.PAPERS,
+        outliers="folder:a/textures",
+        outliers_size=outside,
+        outlier_ratio=ratio,
     )
     kinds = Counter(episode.stream.kinds)
     assert (kinds[0], kinds[OUTLIER]) == expected
@@ -87,8 +92,24 @@ def test_open_world_cuts_the_larger_side(ratio, outside, expected):
     assert 0 < first.count(OUTLIER) < len(first)  # mixed, not one after the other
 
 
+def test_an_open_world_of_several_corruptions_has_a_column_for_each():
+    plan = Plan(setting="open-world", methods=("source",), data="glyphs:20", corruptions=("fog", "gaussian_noise"))
+    bench = Bench(plan)
+    domains = [e.stream.domain for cell in bench.cells for e in bench.episodes(cell)]
+    assert domains == ["fog, none", "fog, near", "fog, far", "none", "near", "far"]
+
+
+def test_two_streams_of_one_name_are_refused(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name / "textures" / "x").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "textures" / "x" / "1.png")
+    outliers = tuple(f"folder:{tmp_path / name / 'textures'}" for name in ("a", "b"))
+    with pytest.raises(come.ConfigError, match="two streams of this run are called 'textures'"):
+        Bench(Plan(setting="open-world", methods=("source",), data="glyphs:20", outliers=outliers))
+
+
 def test_open_world_without_outliers():
-    (episode,) = streams("open-world", corruptions=("fog",))
+    (episode,) = streams("open-world", corruptions=settings.PAPERS)
     assert episode.stream.domain == "none"
     assert not episode.stream.kinds
     with pytest.raises(come.InputError, match="outlier source is empty"):

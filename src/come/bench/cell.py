@@ -90,6 +90,9 @@ class Knobs(Description):
     )
     rounds: int = knob(1, "Lifelong: how often through all corruptions.", ge=1, le=10**4)
     guard: bool = knob(False, "Recover from collapse, as come.adapt does by default.", HOW)
+    statistics: Literal["batch", "mixed", "source"] | None = knob(
+        None, "What BatchNorm normalizes by: batch, mixed or source; by default batch, or mixed with --guard.", HOW
+    )
     batch_size: Count = knob(64, "Samples that come at a time.", HOW)
     checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
     normalization: Literal["model", "imagenet", "half"] = knob("model", "model, imagenet or half.", HOW)

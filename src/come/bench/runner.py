@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from come.adapter import Adapter, adapt
 from come.bench import models, settings
@@ -105,6 +106,7 @@ class Bench:
         self._made: _Made | None = None
         self.refused: dict[str, str] = {}
         """Methods that cannot be run on this model or these streams, and why."""
+        self._check_domains()
         self._try_methods()
 
     def _open(self, spec: str) -> Source:
@@ -117,6 +119,8 @@ class Bench:
                 f"{source.name} has {source.num_classes} classes, {model.name} has {model.num_classes}; choose a model and "
                 "data that belong together"
             )
+        if plan.statistics is not None and not any(isinstance(m, _BatchNorm) for m in model.module.modules()):
+            raise ConfigError(f"statistics has no effect: {model.name} has no BatchNorm layer; leave it out")
         if source.holds is not None and not plan.corruptions:
             raise InputError(
                 f"{source.name} holds corrupted images only; the {plan.setting} setting needs clean ones: folder:PATH"
@@ -141,6 +145,14 @@ class Bench:
                     f"the stream has outliers of {stream.outliers!r}, which is opened only if you name it: give --setting "
                     f"open-world --outliers {stream.outliers}"
                 )
+
+    def _check_domains(self) -> None:
+        """Refuse two streams that would share a column of the table."""
+        first = self.cells[0]
+        alike = [c for c in self.cells if (c.pair, c.seed) == (first.pair, first.seed)]
+        names = [episode.stream.domain for cell in alike for episode in self.episodes(cell)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two streams of this run are called {twice[0]!r}; give folders with different names")
 
     def _try_methods(self) -> None:
         """Find out which methods cannot be run, before anything is: make each once, and show it a batch."""
@@ -263,11 +275,18 @@ class Bench:
         return self._made
 
     def _adapter(self, cell: Cell, source: Iterable[Tensor], events: list[Event] | None = None) -> Adapter:
-        arguments, known = dict(cell.hyper), get_method(cell.base).hyperparameters()
-        given = {"source": source, "normalization": self._model.preprocess.normalization, "seed": cell.seed}
-        arguments |= {name: value for name, value in given.items() if name in known}  # type: ignore[misc]
+        given = {
+            "source": source,
+            "normalization": self._model.preprocess.normalization,
+            "seed": cell.seed,
+            "statistics": cell.statistics,
+        }
+        known = get_method(cell.base).hyperparameters()
+        arguments: dict[str, Any] = {
+            name: value for name, value in given.items() if name in known and value is not None
+        }
         guard = cell.guard and events is not None and Guard(on_event=events.append)
-        return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
+        return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **(arguments | cell.hyper))
 
     @property
     def _source_batches(self) -> Iterable[Tensor]:

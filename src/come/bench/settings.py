@@ -113,10 +113,15 @@ def _lifelong(cell: Cell, source: Source, outliers: Source | None) -> Iterator[E
             yield Episode(_shuffled(cell, corruption, domain), reset=number == i == 0)
 
 
+PAPERS = ("gaussian_noise",)
+"""Corruptions of the paper's open world."""
+
+
 def _open_world(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     for corruption in cell.corruptions:
+        prefix = "" if cell.corruptions == PAPERS else f"{corruption}, "  # several must not share a column
         if cell.outliers is None or outliers is None:
-            yield Episode(_shuffled(cell, corruption, "none"), reset=True)
+            yield Episode(_shuffled(cell, corruption, f"{prefix}none"), reset=True)
             continue
         inside, outside = _mixture(cell.size, len(outliers), cell.outlier_ratio)
         known = [(i, 0) for i in shuffle(range(cell.size), cell.seed)[:inside]]
@@ -129,7 +134,7 @@ def _open_world(cell: Cell, source: Source, outliers: Source | None) -> Iterator
             shifts=((corruption, cell.level),),
             kinds=tuple(kind for _, kind in pairs),
             seed=cell.seed,
-            domain=cell.outliers.rpartition(":")[2].rstrip("/").rpartition("/")[2],
+            domain=prefix + cell.outliers.rpartition(":")[2].rstrip("/").rpartition("/")[2],
             outliers=cell.outliers,
         )
         yield Episode(stream, reset=True)
@@ -227,7 +232,7 @@ for _setting in (
     Setting("lifelong", "one after the other, never reset; --rounds repeats them", _lifelong, "", NO_RECOVERY,
             reads=frozenset({"rounds"})),
     Setting("open-world", "mixed with outliers: --outliers, --outlier-ratio", _open_world, "outliers", severity=3,
-            corruptions=("gaussian_noise",), reads=OPEN_WORLD),
+            corruptions=PAPERS, reads=OPEN_WORLD),
     Setting("imbalanced", "sorted by class; --imbalance for a finite ratio", _imbalanced, reads=frozenset({"imbalance"})),
     Setting("mixed", "all corruptions in one shuffled stream", _mixed, ""),
     Setting("in-distribution", "clean images", _in_distribution, "", corruptions=(),

@@ -19,26 +19,23 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, sqrt
-from statistics import fmean, stdev
-from typing import Literal, NamedTuple, TypeVar
+from statistics import NormalDist, fmean, stdev
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import stats
-from torch import Tensor
 
 from come.bench.folder import RunFolder
 from come.bench.record import Record, Rows
 from come.errors import unknown
 from come.metrics import SCORES
-from come.metrics.checks import alike
 
 METRICS = ("accuracy", "fpr")
 """What verdicts are about."""
 
 LEVEL = 0.05
-REACH = float(stats.norm.isf(LEVEL / 2))
+REACH = NormalDist().inv_cdf(1 - LEVEL / 2)
 """Standard errors from the middle of an interval to its end."""
 
 RESAMPLES = 300
@@ -138,6 +135,8 @@ def _seeds_agree(differences: Sequence[float]) -> bool:
     n = len(differences)
     if n < 2:
         return True
+    from scipy import stats  # takes a second to import
+
     limit = float(stats.t.isf(LEVEL / 2, n - 1)) if n > 2 else 1.0
     one_sign = all(d > 0 for d in differences) or all(d < 0 for d in differences)
     return one_sign and abs(fmean(differences)) > limit * stdev(differences) / sqrt(n)
@@ -292,6 +291,8 @@ def judge(metric: str, pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> 
     Returns:
         None if there is nothing to compare: no seed, or a domain that does not define the metric.
     """
+    from scipy import stats
+
     both = [pair for domains in pairs.values() for pair in domains]
     for a, b in both:
         if a.size != b.size:
@@ -319,6 +320,8 @@ def corrected(verdicts: Mapping[Key, Verdict]) -> dict[Key, Verdict]:
 
     Of the differences that are then called one, at most 5% are expected to be false.
     """
+    from scipy import stats
+
     asked = [key for key, verdict in verdicts.items() if not verdict.reason]
     p = stats.false_discovery_control([verdicts[key].p for key in asked]) if asked else []
     return {**verdicts, **{key: replace(verdicts[key], p=float(value)) for key, value in zip(asked, p, strict=True)}}
@@ -382,44 +385,3 @@ def verdicts(folder: RunFolder, records: Iterable[Record]) -> Verdicts:
                 found |= {(method, objective, *key): verdict for key, verdict in judged.items()}
     by_domain = {metric: {k: v for k, v in found.items() if k[3] == metric and k[2] != AVERAGE} for metric in METRICS}
     return {**found, **corrected(by_domain["accuracy"]), **corrected(by_domain["fpr"])}
-
-
-class Paired(NamedTuple):
-    """Two runs on the same samples."""
-
-    difference: float
-    """Accuracy of the second minus accuracy of the first."""
-    p: float
-    """Two-sided, exact."""
-    only_a: int
-    """Samples that only the first has right (McNemar's b)."""
-    only_b: int
-    """Samples that only the second has right (McNemar's c)."""
-
-
-def paired_difference(correct_a: Tensor, correct_b: Tensor) -> Paired:
-    r"""Compare two runs on the same samples, each of them once, with McNemar's exact test.
-
-    If both were equally good, each sample that only one of them has right would be a toss of a fair coin:
-
-    .. math:: p = \min\Bigl(1, \; 2 \cdot 2^{-(b+c)} \sum_{i=0}^{\min(b, c)} \binom{b+c}{i}\Bigr)
-
-    Args:
-        correct_a: (N,) bool, of the first run; leave outliers out.
-        correct_b: (N,) bool, of the second, for the same samples in the same order.
-
-    Returns:
-        the difference of the accuracies, p, and the counts b and c. p is 1 if no sample has b or c; the difference of
-        empty sets is 0.
-
-    Example:
-        >>> import torch
-        >>> a, b = torch.tensor([True, False, False, False, True]), torch.tensor([True, True, True, True, True])
-        >>> paired_difference(a, b)
-        Paired(difference=0.6, p=0.25, only_a=0, only_b=3)
-    """
-    alike(correct_a=correct_a, correct_b=correct_b)
-    a, b = correct_a.bool(), correct_b.bool()
-    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
-    p = float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
-    return Paired((only_b - only_a) / max(len(a), 1), p, only_a, only_b)
