@@ -69,6 +69,20 @@ def test_report_and_compare_of_a_finished_run(tmp_path, monkeypatch, capsys):
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
+def test_two_plans_in_one_folder_are_reported_one_at_a_time(tmp_path, monkeypatch, capsys):
+    run = str(tmp_path / "run")
+    for severity in ("3", "5"):
+        arguments = ("bench", "--methods", "source", "--corruptions", "fog", "--limit", "16", "--severity", severity)
+        assert call(monkeypatch, capsys, *arguments, "--out", run)[0] == 0
+    code, _, err = call(monkeypatch, capsys, "report", run)
+    assert code == 2
+    assert "holds 2 plans; choose one with --plan 1: severity" in err
+    assert "--plan 2: severity" in err
+    for plan in ("1", "2"):
+        assert call(monkeypatch, capsys, "report", run, "--plan", plan)[0] == 0
+    assert call(monkeypatch, capsys, "report", run, "--plan", "3")[0] == 2
+
+
 def test_reports_of_what_is_no_run(tmp_path, monkeypatch, capsys):
     for arguments, words in (
         (("report", str(tmp_path / "no")), "no run folder of come"),

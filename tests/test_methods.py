@@ -199,7 +199,7 @@ def test_your_own_method_registers_by_name():
             come.methods.register(type("Other", (come.methods.Tent,), {"name": "mine"}))
     finally:
         come.methods._registry.remove("mine")
-    with pytest.raises(come.ConfigError, match=r"takes a subclass of come\.Method, got <class 'torch.*Linear'>"):
+    with pytest.raises(come.ConfigError, match=r"takes a subclass of come\.Method, got the class Linear"):
         come.methods.register(torch.nn.Linear)
     with pytest.raises(come.ConfigError, match="Nameless has no name; give the class an attribute name"):
         come.methods.register(type("Nameless", (come.Method,), {}))

@@ -210,7 +210,10 @@ SMALL = Plan(methods=("source", "tent", "sar"), limit=64, batch_size=32)
 
 @pytest.mark.parametrize("name", settings.names())
 def test_every_setting_runs(name, tmp_path):
-    plan = SMALL.but(setting=name, corruptions=None, severity=None, batch_size=64, methods=("tent",))
+    plan = SMALL.but(
+        setting=name, corruptions=None, severity=None, batch_size=64, methods=("tent",), objectives=("come",)
+    )
+    plan = plan.but(data="glyphs:20", limit=20)
     records = run(plan, tmp_path / "run")
     assert records
     for record in records:

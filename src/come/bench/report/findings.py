@@ -33,9 +33,7 @@ def headline(records: Sequence[Record], verdicts: Verdicts) -> str:
     sentences = []
     for before, after in dict.fromkeys((before, after) for _, before, after in found):
         chosen = [v for (_, *pair), judged in found.items() if tuple(pair) == (before, after) for v in judged]
-        parts = [
-            f"{NAMES[m]} is {_tally([v.claim for v in chosen if v.metric == m])}" for m in METRICS if _has(chosen, m)
-        ]
+        parts = [f"{NAMES[m]} {_tally([v.claim for v in chosen if v.metric == m])}" for m in METRICS if _has(chosen, m)]
         sentences.append(
             f"With {WORDS.get(after, after)} in place of {WORDS.get(before, before)}, {', and '.join(parts)}."
         )
@@ -54,10 +52,15 @@ def _tally(claims: Sequence[str]) -> str:
     """How many of each.
 
     >>> _tally(["higher", "lower", "higher"]), _tally(["higher"])
-    ('higher for 2 of 3 methods and lower for 1', 'higher for the one method that ran with both')
+    ('is higher for 2 of 3 methods and is lower for 1', 'is higher for the one method that ran with both')
     """
-    words = {"no difference found": "not found to differ", "not comparable": "not comparable"}
-    counts = {words.get(c, c): claims.count(c) for c in ("higher", "lower", *words) if c in claims}
+    words = {
+        "higher": "is higher",
+        "lower": "is lower",
+        "no difference found": "shows no clear difference",
+        "not comparable": "cannot be compared",
+    }
+    counts = {word: claims.count(claim) for claim, word in words.items() if claim in claims}
     total = len(claims)
     if len(counts) == 1:
         every = {1: "the one method that ran with both", 2: "both methods"}.get(total, f"all {total} methods")
