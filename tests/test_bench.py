@@ -153,6 +153,17 @@ def test_a_stream_can_be_replayed(tmp_path):
         Bench(SMALL, streams=[Stream(data="folder:x", order=(0,))])
 
 
+def test_an_open_world_can_be_replayed(tmp_path):
+    plan = Plan(setting="open-world", methods=("source",), data="glyphs:20", outliers=("glyph-outliers:far",))
+    first = run(plan, tmp_path / "a")
+    streams = [Stream.load(path) for path in sorted((tmp_path / "a" / "streams").glob("*.json"))]
+    again = Bench(plan, streams=streams).run(RunFolder(tmp_path / "b"))
+    assert [r.result.metrics for r in again] == [r.result.metrics for r in first]
+    one = [s for s in streams if s.outliers]
+    (alone,) = Bench(plan, streams=one).run(RunFolder(tmp_path / "c"))
+    assert alone.result.metrics == first[1].result.metrics
+
+
 def test_your_own_data_and_model(tmp_path):
     model = models.Model("mine", TinyClassifier(torch.nn.BatchNorm2d), models.Preprocess(8, 8), num_classes=5)
     items = [(torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8), i % 5) for i in range(40)]

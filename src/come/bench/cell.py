@@ -72,7 +72,19 @@ class Description(BaseModel):
         if first["type"] == "extra_forbidden":
             return unknown("option", str(first["loc"][0]), map(spelled, cls.model_fields))
         limit = str(cause or first["msg"])
-        for theirs, ours in (("Input should be", "must be"), ("valid tuple", "list"), ("Tuple should", "must")):
+        if (
+            first["loc"][0] == "hyper" and len(first["loc"]) > 3
+        ):  # pydantic names the first of the types that a value may have
+            name, limit = (
+                f"set.{first['loc'][1]}.{first['loc'][2]}",
+                "must be a number, a text, true, false or a list of them",
+            )
+        for theirs, ours in (
+            ("Input should be", "must be"),
+            ("valid tuple", "list"),
+            ("Tuple should", "must"),
+            ("valid dictionary", "table"),
+        ):
             limit = limit.replace(theirs, ours)
         return ConfigError(f"{name} {limit[:200]}, got {shown(first['input'])}")
 

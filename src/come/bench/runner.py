@@ -102,7 +102,9 @@ class Bench:
         replay = (
             hashlib.sha256("".join(sorted(s.digest for s in streams)).encode()).hexdigest()[:16] if streams else None
         )
-        self.cells = [cell.model_copy(update={"replay": replay}) for cell in plan.cells(len(self._source))]
+        cells = [cell.model_copy(update={"replay": replay}) for cell in plan.cells(len(self._source))]
+        replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
+        self.cells = replayed or cells
         self._made: _Made | None = None
         self.refused: dict[str, str] = {}
         """Methods that cannot be run on this model or these streams, and why."""
@@ -178,7 +180,8 @@ class Bench:
         chosen = [
             Episode(s, reset=True)
             for s in self._streams
-            if {name for name, _ in s.shifts} & set(cell.corruptions) and s.seed == cell.seed
+            if {name for name, _ in s.shifts} & set(cell.corruptions)
+            and (s.seed, s.outliers) == (cell.seed, cell.outliers)
         ]
         if not chosen:
             raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")

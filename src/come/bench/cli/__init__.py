@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 import typer
 
@@ -20,7 +21,9 @@ def main() -> None:
     """Run the command line: one line and exit code 2 for what a user can fix, 130 for Ctrl-C."""
     debug = "--debug" in sys.argv
     try:
-        code = app(standalone_mode=False)
+        with warnings.catch_warnings():  # on one line, without the place in our code
+            warnings.showwarning = lambda message, *_, **__: print(f"warning: {_plain(str(message))}", file=sys.stderr)
+            code = app(standalone_mode=False)
     except typer.Abort:
         code = 130
     except ComeError as error:
@@ -39,6 +42,10 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # a name may hold what moves the cursor
-    print(f"error: {shown}", file=sys.stderr)
+    print(f"error: {_plain(message)}", file=sys.stderr)
     sys.exit(code)
+
+
+def _plain(message: str) -> str:
+    """The message with what could move the cursor written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)

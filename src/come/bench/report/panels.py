@@ -206,7 +206,7 @@ def draw_cost(ax: Axes, records: Sequence[Record], looks: Looks, of: Literal["ti
 def _around(values: Sequence[float], least: float) -> tuple[float, float]:
     """Limits of an axis; a difference that says nothing is not blown up to fill it."""
     low, high = min(values), max(values)
-    reach = 0.68 * max(high - low, least, 0.05 * high) or 1.0
+    reach = 0.68 * max(high - low, least, 0.05 * max(-low, high)) or 1.0
     return (low + high) / 2 - reach, (low + high) / 2 + reach
 
 
