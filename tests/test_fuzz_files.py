@@ -296,7 +296,7 @@ def test_an_index_that_is_not_there():
         ("setting = []", "setting must be"),
         ("setting = 'open-world'\noutlier-ratio = nan", "outlier-ratio must be .*, got nan"),
         ("model = 1979-05-27", "model must be a valid string, got"),
-        ("set.tent = 1", r"set.* must be a valid dictionary, got 1"),
+        ("set.tent = 1", r"set.* must be a table, got 1"),
         ("set.tent.lr = 1979-05-27", r"set.* must be .*, got datetime"),
         ("limit = " + "9" * 5000, "cannot read the configuration"),
         ("x = " + "[" * 10_000, "cannot read the configuration"),

@@ -306,7 +306,7 @@ def test_an_interrupt_at_any_line_leaves_model_and_adapter_as_they_were(method, 
         number += step
         step = 1 + number // 60
     assert hit > 50
-    assert torch.equal(logits, answer)
+    torch.testing.assert_close(logits, answer, rtol=1e-5, atol=1e-5)  # another place in memory may be summed in another order
 
 
 # ---- 3. A step is a transaction (errors in forwards: tests/test_contract.py) ----
@@ -963,6 +963,9 @@ def steps_for_ever(adapter, stop):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="torch cannot take gradients after a fork where it has started device threads"
+)
 def test_a_fork_while_a_thread_steps():
     adapter = come.adapt(tiny("batch"), "tent")
     stop = threading.Event()

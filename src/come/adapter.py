@@ -210,7 +210,7 @@ class Adapter:
             x, valid, history = judge(x, watch.history, self.guard.largest_input)
             watch = replace(watch, history=history)
         ctx = self._context(now, valid.to(self._device))
-        self.method.check(ctx, x, now.state is None)
+        self.method.check(ctx, x, now.state is None and not now.count)  # not again after a recovery: it waits
         if now.state is None:
             now = replace(now, state=self.method.initial_state(ctx, x))
             ctx.state = dict(now.state or {})

@@ -149,7 +149,10 @@ def called(arguments: list[str]) -> tuple[int, str, str, list[str]]:
             signal.signal(signal.SIGALRM, before)
             sys.argv = argv
             os.environ.pop("COLUMNS") if columns is None else os.environ.update(COLUMNS=columns)
-    return code, out.getvalue(), err.getvalue(), [str(warning.message) for warning in told]
+    lines = err.getvalue().splitlines(keepends=True)
+    warned = [line.removeprefix("warning: ").rstrip("\n") for line in lines if line.startswith("warning: ")]
+    rest = "".join(line for line in lines if not line.startswith("warning: "))
+    return code, out.getvalue(), rest, [*(str(warning.message) for warning in told), *warned]
 
 
 def ended(case: Case, command: str, good: Path) -> Ended:

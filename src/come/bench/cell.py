@@ -48,6 +48,15 @@ def knob(default: Any, description: str, group: str = WHAT, **limits: Any) -> An
     return Field(default, description=description, json_schema_extra={"group": group}, **limits)
 
 
+PLAINER = {
+    "Input should be": "must be",
+    "valid tuple": "list",
+    "Tuple should": "must",
+    "valid dictionary": "table",
+}
+"""Words of pydantic, and ours."""
+
+
 class Description(BaseModel):
     """Typed fields that do not change, and no others. A wrong value is a `ConfigError` in words."""
 
@@ -63,28 +72,16 @@ class Description(BaseModel):
     def _refusal(cls, error: ValidationError) -> ComeError:
         """What is wrong with the first wrong field: "X must be LIMIT, got VALUE"."""
         first = error.errors(include_url=False)[0]
-        cause = first.get("ctx", {}).get("error")
+        place, cause = first["loc"], first.get("ctx", {}).get("error")
         if isinstance(cause, ComeError):
             return cause
-        name = ".".join(
-            spelled(str(part)) for part in first["loc"] if str(part) in cls.model_fields or isinstance(part, int)
-        )
         if first["type"] == "extra_forbidden":
-            return unknown("option", str(first["loc"][0]), map(spelled, cls.model_fields))
+            return unknown("option", str(place[0]), map(spelled, cls.model_fields))
+        name = ".".join(spelled(str(part)) for part in place if part in cls.model_fields or isinstance(part, int))
         limit = str(cause or first["msg"])
-        if (
-            first["loc"][0] == "hyper" and len(first["loc"]) > 3
-        ):  # pydantic names the first of the types that a value may have
-            name, limit = (
-                f"set.{first['loc'][1]}.{first['loc'][2]}",
-                "must be a number, a text, true, false or a list of them",
-            )
-        for theirs, ours in (
-            ("Input should be", "must be"),
-            ("valid tuple", "list"),
-            ("Tuple should", "must"),
-            ("valid dictionary", "table"),
-        ):
+        if place[:1] == ("hyper",) and len(place) > 3:  # of several types pydantic names the first
+            name, limit = f"set.{place[1]}.{place[2]}", "must be a number, a text, true, false or a list of them"
+        for theirs, ours in PLAINER.items():
             limit = limit.replace(theirs, ours)
         return ConfigError(f"{name} {limit[:200]}, got {shown(first['input'])}")
 
