@@ -300,7 +300,7 @@ def test_an_index_that_is_not_there():
         ("set.tent.lr = 1979-05-27", r"set.* must be .*, got datetime"),
         ("limit = " + "9" * 5000, "cannot read the configuration"),
         ("x = " + "[" * 10_000, "cannot read the configuration"),
-        ("[" + "a." * 5000 + "a]", "no option in"),
+        ("[" + "a." * 5000 + "a]", "no option in|cannot read the configuration"),
     ],
 )
 def test_configurations_of_wrong_kinds(text, message, tmp_path):
