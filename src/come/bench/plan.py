@@ -145,7 +145,7 @@ class Plan(Knobs):
 
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quick": ("one corruption of each group, about two minutes on two cores", {}),
+    "quick": ("one corruption of each group, two to three minutes on two cores", {}),
     "standard": ("all 15 corruptions of the paper", {"corruptions": corruptions.names("standard")}),
 }
 
