@@ -306,7 +306,9 @@ def test_an_interrupt_at_any_line_leaves_model_and_adapter_as_they_were(method, 
         number += step
         step = 1 + number // 60
     assert hit > 50
-    torch.testing.assert_close(logits, answer, rtol=1e-5, atol=1e-5)  # another place in memory may be summed in another order
+    torch.testing.assert_close(
+        logits, answer, rtol=1e-5, atol=1e-5
+    )  # another place in memory may be summed in another order
 
 
 # ---- 3. A step is a transaction (errors in forwards: tests/test_contract.py) ----
