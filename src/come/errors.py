@@ -84,8 +84,17 @@ def shown(value: object) -> str:
     'two\\nlines' {'lr': 0.1}
     """
     text = _Shown().repr(value)
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: LONGEST + 1])
+    text = printable(text[: LONGEST + 1])
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def printable(text: str) -> str:
+    """The text with what could move the cursor, or cannot be shown, written out.
+
+    >>> print(printable("two\\nlines"))
+    two\\nlines
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigError:

@@ -145,6 +145,11 @@ class Cell(Knobs):
         return self.method, self.objective
 
     @property
+    def samples(self) -> int:
+        """About how many samples its streams have, outliers not counted."""
+        return self.size * self.rounds * max(1, len(self.corruptions))
+
+    @property
     def level(self) -> int:
         """The severity, 5 where nobody has chosen one."""
         return 5 if self.severity is None else self.severity

@@ -33,7 +33,7 @@ from come.bench.data.reading import read_regular
 from come.bench.measure import domain_metrics
 from come.bench.paper import rank
 from come.bench.record import BYTES, Record, Rows, decoded, digest
-from come.errors import ComeError, StateError
+from come.errors import ComeError, StateError, printable
 from come.files import replacing, settle
 from come.version import __version__
 
@@ -59,15 +59,16 @@ class RunFolder:
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
         self.cells, self.streams, self.locks = (self.path / name for name in ("cells", "streams", "locks"))
-        if not read_only:
-            try:
-                self._make()
-            except OSError as error:
-                raise StateError(
-                    f"cannot write to the run folder {self.path}: {error.strerror}; choose another with --out "
-                    "('come report' and 'come compare' need not write to it)"
-                ) from error
-        self._check()
+        if read_only:
+            self._check()
+            return
+        try:
+            self._make()
+        except OSError as error:
+            raise StateError(
+                f"cannot write to the run folder {self.path}: {error.strerror}; choose another with --out "
+                "('come report' and 'come compare' need not write to it)"
+            ) from error
 
     def _make(self) -> None:
         # The mark comes before everything else, so whoever finds other files here finds it too, whatever another process
@@ -136,10 +137,9 @@ class RunFolder:
                     wrong.append(str(error))
         if wrong:
             more = f" ({len(wrong)} cells are left out; this is the first)" if len(wrong) > 1 else ""
-            first = "".join(
-                c if c.isprintable() else ascii(c)[1:-1] for c in wrong[0]
+            warnings.warn(
+                f"left out: {printable(wrong[0])}{more}", stacklevel=2
             )  # names of files and columns are in it
-            warnings.warn(f"left out: {first}{more}", stacklevel=2)
 
         def place(record: Record) -> tuple[Any, ...]:
             cell = record.cell
@@ -216,7 +216,7 @@ class RunFolder:
 def check_space(path: Path, cells: Iterable[Cell]) -> None:
     """Raise a `StateError` if the rows of `cells` do not fit on the disk that holds `path`, or will hold it."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    needed = sum(cell.size * cell.rounds * max(1, len(cell.corruptions)) for cell in cells) * BYTES
+    needed = sum(cell.samples for cell in cells) * BYTES
     free = shutil.disk_usage(there).free
     if needed > free:
         raise StateError(

@@ -158,12 +158,12 @@ class Bench:
 
     def _try_methods(self) -> None:
         """Find out which methods cannot be run, before anything is: make each once, and show it a batch."""
-        shape = (3, self._model.preprocess.size, self._model.preprocess.size)
+        side = self._model.preprocess.size
+        smallest = min(_smallest_batch(episode, self.plan.batch_size) for episode in self.episodes(self.cells[-1]))
+        pixels = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (max(smallest, 2), 3, side, side), generator=pixels, dtype=torch.uint8)
+        batch = self._model.preprocess(images.to(self._device))
         for cell in {cell.method: cell for cell in self.cells}.values():
-            smallest = min(map(_smallest_batch, self.episodes(cell), [cell] * 10**6))
-            pixels = torch.Generator().manual_seed(0)
-            images = torch.randint(256, (max(smallest, 2), *shape), generator=pixels, dtype=torch.uint8)
-            batch = self._model.preprocess(images.to(self._device))
             try:
                 self._adapter(cell, [batch[:2]]).check(batch[:smallest])
             except (ModelError, InputError) as error:
@@ -308,8 +308,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _smallest_batch(episode: Episode, cell: Cell) -> int:
-    size, length = episode.batch_size or cell.batch_size, len(episode.stream)
+def _smallest_batch(episode: Episode, batch_size: int) -> int:
+    size, length = episode.batch_size or batch_size, len(episode.stream)
     return min(size, length % size or size, length)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from come.bench.cli import bench, lists, reports, reproduce
 from come.bench.cli.app import app
-from come.errors import ComeError
+from come.errors import ComeError, printable
 
 __all__ = ["app", "main"]
 
@@ -22,7 +22,9 @@ def main() -> None:
     debug = "--debug" in sys.argv
     try:
         with warnings.catch_warnings():  # on one line, without the place in our code
-            warnings.showwarning = lambda message, *_, **__: print(f"warning: {_plain(str(message))}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_, **__: print(
+                f"warning: {printable(str(message))}", file=sys.stderr
+            )
             code = app(standalone_mode=False)
     except typer.Abort:
         code = 130
@@ -42,10 +44,5 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"error: {_plain(message)}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     sys.exit(code)
-
-
-def _plain(message: str) -> str:
-    """The message with what could move the cursor written out."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)

@@ -16,7 +16,6 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import (
     configurations,
-    describe_configurations,
     results_table,
     to_csv,
     to_json,
@@ -26,6 +25,7 @@ from come.bench.report import (
     write_figures,
     write_html,
 )
+from come.bench.report.configurations import several_plans
 from come.bench.statistics import verdicts
 from come.errors import InputError, unknown
 from come.metrics import SCORES
@@ -82,8 +82,7 @@ def _chosen(folder: RunFolder, plan: int | None) -> list[Record]:
     if plan is None and len(groups) == 1:
         return groups[0]
     if plan is None or not 1 <= plan <= len(groups):
-        listed = "; ".join(f"--plan {i}: {text}" for i, text in enumerate(describe_configurations(groups), 1))
-        raise InputError(f"{folder.path} holds {len(groups)} plans; choose one with {listed}")
+        raise several_plans(str(folder.path), groups)
     return groups[plan - 1]
 
 

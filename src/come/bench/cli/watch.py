@@ -118,13 +118,13 @@ class Watch(Progress):
 
     def _work(self, cell: Cell) -> int:
         """Of a whole cell, in the unit of the bar."""
-        return cell.size * cell.rounds * max(1, len(cell.corruptions)) * effort(cell)
+        return cell.samples * effort(cell)
 
     def start(self, cell: Cell, samples: int) -> None:
         """Show what runs now."""
         name = f"{cell.method} + {cell.objective}, {', '.join(cell.corruptions)}, seed {cell.seed}"
         self.bar.reset(self.one, description=name[:40], total=samples, visible=True)
-        self.share, self.done_of_cell = self._work(cell) / max(samples, 1), 0.0
+        self.share = self._work(cell) / max(samples, 1)
 
     def advance(self, samples: int) -> None:
         """Move the bars."""

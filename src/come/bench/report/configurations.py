@@ -78,6 +78,11 @@ def one_configuration(records: Iterable[Record]) -> list[Record]:
         )
     groups = configurations(records)
     if len(groups) > 1:
-        listed = "; ".join(f"--plan {i}: {text}" for i, text in enumerate(describe_configurations(groups), 1))
-        raise InputError(f"the run holds {len(groups)} plans; choose one with {listed}")
+        raise several_plans("the run", groups)
     return records
+
+
+def several_plans(where: str, groups: Sequence[Sequence[Record]]) -> InputError:
+    """The error that asks to choose one of the plans in a folder."""
+    listed = "; ".join(f"--plan {i}: {text}" for i, text in enumerate(describe_configurations(groups), 1))
+    return InputError(f"{where} holds {len(groups)} plans; choose one with {listed}")
