@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 import come
-from come.bench import Bench, Plan, RunFolder, models, run
+from come.bench import Bench, Plan, RunFolder, measure, models, run, runner
 from come.bench.data import Batch, DatasetSource, Stream
-from come.bench.measure import _rows
+from come.bench.measure import Table
 from come.bench.plan import QUICK, parse_hyper, typed
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
@@ -125,13 +125,60 @@ def test_rows_of_masked_classes_and_of_samples_without_an_answer(objective):
     zeros = torch.zeros(4, dtype=torch.int64)
     batch = Batch(torch.zeros(4, 3, 8, 8), zeros, zeros, zeros)
     for valid in (None, torch.tensor([True, False, False, True])):
-        rows = _rows(come.objectives.get(objective), come.Step(logits, valid=valid), batch, 0)
+        table = Table(come.objectives.get(objective))
+        table.add(come.Step(logits, valid=valid), batch, 0)
+        rows = table.rows()
         assert all(column.isfinite().all() for column in rows.values())
         assert rows["finite"].tolist() == [True, False, valid is None, True]
         assert rows["norm"][0] == 5
         assert rows["norm"][3] > 1e5
         for name in ("confidence", "energy"):
             assert rows[name].argmin() in (1, 2)
+
+
+def test_rows_of_many_batches_at_once_are_those_of_each(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    steps = [
+        (
+            come.Step(
+                torch.randn(size, 10, generator=draw) * 5,
+                used=None if size == 3 else torch.rand(size, generator=draw) > 0.5,
+                valid=torch.rand(size, generator=draw) > 0.2,
+            ),
+            Batch(torch.empty(0), *(torch.randint(10, (size,), generator=draw) for _ in range(3))),
+        )
+        for size in (64, 64, 3, 64, 1)
+    ]
+    for objective in map(come.objectives.get, come.objectives.names()):
+        found = []
+        for block in (1, 1000, 2**21):
+            monkeypatch.setattr(measure, "BLOCK", block)
+            table = Table(objective)
+            for number, (step, batch) in enumerate(steps):
+                table.add(step, batch, number // 2)
+            found.append(table.rows())
+        for rows in found[1:]:
+            assert all(torch.equal(rows[name], column) for name, column in found[0].items())
+    assert Table(objective).rows() == {}
+
+
+def test_how_a_model_computes_is_a_knob(monkeypatch):
+    given = []
+    adapt = runner.adapt
+
+    def noting(*args, **more):
+        known = {name: more.pop(name) for name in ("precision", "compile", "channels_last") if name in more}
+        given.append(known)
+        return adapt(*args, **more)
+
+    monkeypatch.setattr(runner, "adapt", noting)
+    plan = SMALL.but(methods=("source",), precision="bf16", compile=True, channels_last=True)
+    Bench(plan)
+    Bench(SMALL.but(methods=("source",)))
+    assert given == [{"precision": "bf16", "compile": True, "channels_last": True}, {}]
+    assert next(plan.cells(9)).key != next(SMALL.cells(9)).key
+    with pytest.raises(come.ConfigError, match="precision must be 'float32', 'tf32' or 'bf16', got 'fp8'"):
+        SMALL.but(precision="fp8")
 
 
 def test_seeds_change_the_stream_and_nothing_else(tmp_path):

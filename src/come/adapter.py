@@ -9,7 +9,6 @@ succeeded, puts it in the place of the old one. So an error or an interrupt anyw
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,29 +21,28 @@ import torch
 from torch import Tensor, nn
 
 from come import methods, optim, saving
-from come.batchnorm import mixed
 from come.borrowed import Borrowed
+from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, shown
 from come.guard.config import Event, Guard
-from come.guard.samples import judge
-from come.guard.signals import measure
-from come.guard.verdict import LIMIT, Verdict, compare, judged, misled
 from come.guard.watch import Watch, send
-from come.inputs import Inputs, answered, checked, exact
+from come.inputs import Inputs, checked
 from come.locks import ModelLock
-from come.method import Context, Method, Step, chosen, untracked
+from come.method import Context, Method, Step, undo, untracked
 from come.objectives import Objective
 from come.optim import Moments
+from come.running import Mode, Precision
+from come.select import Selector
+from come.transition import Before, How, Transition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 log = logging.getLogger("come.guard")
 
-PRIOR = 16
-"""As many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
-UNKNOWN = -1e4
-"""The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
+FEW = 0.4
+"""If a smaller share of the samples drove the last update, a forward without a gradient and one of those samples with it are
+expected to cost less than a forward and a backward of all."""
 
 T = TypeVar("T")
 Callback = Callable[["Adapter", Step], None]
@@ -64,6 +62,8 @@ class Moment:
     """Batches since construction or reset."""
     watch: Watch | None = None
     """What the guard has learned; None without one."""
+    selected: float = 1.0
+    """The share of the samples that drove the last update, as far as the method tells."""
 
     def to(self, device: torch.device, on_host: tuple[str, ...]) -> Moment:
         """With all tensors on that device, but for those that stay on the CPU."""
@@ -85,7 +85,7 @@ class Adapter:
     Threads take turns. A step in which anything fails, or that is interrupted, has not happened.
     """
 
-    def __init__(self, model: nn.Module, method: Method, guard: Guard | None = None) -> None:
+    def __init__(self, model: nn.Module, method: Method, guard: Guard | None = None, mode: Mode | None = None) -> None:
         self.method = copy.copy(method)
         """The method and its hyperparameters."""
         self.guard = guard
@@ -95,33 +95,35 @@ class Adapter:
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
-        self._context_in_use: Context | None = None
         self._fingerprint: tuple[list[Any], bytes] | None = None
+        self._rate: tuple[tuple[Any, ...], Tensor] | None = None
         with untracked():
-            self._borrowed = Borrowed(model, self.method.select, self.method.name, self.method.descends)
-            self._lock = ModelLock(model)
-            self._source = self._borrowed.source()
-            self._fixed: dict[str, Any] = {}
-            self._rule = None
-            if self._borrowed.parameters:
-                self._rule = optim.get(self.method.optimizer, self._borrowed.split, self._borrowed.join)
+            self._borrow(self.method.select, mode or Mode())
             self._now = self._first()
-        self._generator = torch.Generator(self._borrowed.device)
         with self._lock:
-            self._fixed |= self._setup()
+            ctx = self._context(self._now, 1)
+            self._core.fixed |= self._running(lambda: self.method.setup(ctx))
         for name in self.method.once:
             if hasattr(self.method, name):
                 setattr(self.method, name, None)
 
+    def _borrow(self, select: Selector, mode: Mode) -> None:
+        """What belongs to this model and to this process: it is made anew for a copy."""
+        method = self.method
+        self._borrowed = Borrowed(self.model, select, method.name, method.descends, mode)
+        rule = None
+        if self._borrowed.parameters:
+            rule = optim.get(method.optimizer, self._borrowed.split, self._borrowed.join)
+        self._core = Transition(method, self.guard, self._borrowed, rule)
+        self._steps = Steps(self._core)
+        self._lock = ModelLock(self.model)
+
     def _first(self) -> Moment:
         """Before the first batch."""
-        moments = {} if self._rule is None else self._rule.init(self._source)
+        core = self._core
+        moments = {} if core.rule is None else core.rule.init(core.source)
         watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device)
-        return Moment(self._source, moments, None, 0, watch)
-
-    def _setup(self) -> dict[str, Any]:
-        ctx = self._context(self._now, torch.ones(1, dtype=torch.bool, device=self._device))
-        return self._running(lambda: self.method.setup(ctx))
+        return Moment(core.source, moments, None, 0, watch)
 
     # ---- calling it ----
 
@@ -137,26 +139,24 @@ class Adapter:
             try:
                 self._check_open()
                 self._follow()
-                moment, out, events = self._running(lambda: self._advance(self._now, x))
+                moment, out, events = self._advance(self._now, x)
                 self._now = moment
                 self._tell(events)
                 self._call_back(out)
                 return out
             except BaseException:
                 self._now = before
-                if self._context_in_use is not None:
-                    self._context_in_use.undo()
+                undo(self._core.written)
                 raise
             finally:
-                self._context_in_use = None
+                self._core.written.clear()
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise an `InputError` if the method cannot use this batch. The model is not called, and nothing changes."""
         x = checked(Inputs.of(*args, **kwargs))
         with self._lock:
             self._check_open()
-            ctx = self._context(self._now, torch.ones(x.size, dtype=torch.bool, device=self._device))
-            self.method.check(ctx, x, True)
+            self.method.check(self._context(self._now, x.size), x, True)
 
     @untracked()
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -168,11 +168,11 @@ class Adapter:
 
             def run() -> Tensor:
                 now = self._now
-                ctx = self._context(now, torch.ones(x.size, dtype=torch.bool, device=self._device))
+                ctx = self._context(now, x.size)
                 if now.state is None:
                     ctx.state = self.method.initial_state(ctx, x)
                 if now.watch is not None and self._resting(now.watch):
-                    return ctx.forward(x, self._source, statistics=None)
+                    return ctx.forward(x, self._core.source, statistics=None)
                 with torch.no_grad():
                     return self.method.predict(ctx, x).detach()
 
@@ -189,7 +189,7 @@ class Adapter:
         self._borrowed.check_unchanged()
         try:
             try:
-                with torch.inference_mode(False), torch.enable_grad():
+                with torch.inference_mode(False), torch.enable_grad(), self._borrowed.mode.active():
                     self._borrowed.prepare()
                     return run()
             finally:
@@ -205,38 +205,52 @@ class Adapter:
             now = self._forgotten(now)
         if self.guard is not None:
             now, events = self._read(now, self.guard)
-        watch, valid = now.watch, torch.ones(x.size, dtype=torch.bool, device=self._device)
-        if self.guard is not None and watch is not None:
-            x, valid, history = judge(x, watch.history, self.guard.largest_input)
-            watch = replace(watch, history=history)
-        ctx = self._context(now, valid.to(self._device))
-        self.method.check(ctx, x, now.state is None and not now.count)  # not again after a recovery: it waits
-        if now.state is None:
-            now = replace(now, state=self.method.initial_state(ctx, x))
-            ctx.state = dict(now.state or {})
-        self._context_in_use = ctx
-        if self.guard is None or watch is None:
-            out = self._adapted(ctx, x)
-            weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
-        else:
-            out, watch = self._guarded(self.guard, watch, ctx, x)
-            keep = ctx.ok & ctx.valid.any()  # what was learned without a valid sample was learned from nothing
-            ctx.keep_where(keep)
-            weights = torch.where(keep, ctx.weights.detach(), now.weights)
-            moments, state = chosen(keep, ctx.moments, now.moments), chosen(keep, ctx.state, now.state or {})
-        moment = Moment(weights, moments, state, now.count + 1, watch)
-        detached = (None if value is None else value.detach() for value in out)
-        return moment, Step(*detached), events  # type: ignore[arg-type]
+        before, how, watch = self._before(now, x.size), self._how(now), now.watch
+        after = self._steps.run(how, before, x, now.count, self._running)
+        if watch is not None and self.guard is not None:
+            assert after.values is not None
+            assert after.history is not None
+            asked = False
+            if how.asking:
+                total = watch.asked + x.size
+                asked = total >= self.guard.samples
+                watch = replace(
+                    watch, sums=after.sums, asked=total, candidate=now.weights, asking=not asked, waiting=asked
+                )
+            signals = send(watch.steps, x.size, after.values, asked)
+            watch = replace(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
+        selected = now.selected if after.selected is None else after.selected
+        moment = Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected)
+        return moment, after.out, events
 
-    def _adapted(self, ctx: Context, x: Inputs) -> Step:
-        for _ in range(self.method.steps):
-            out = self.method.adapt(ctx, x)
-        return out
+    def _before(self, now: Moment, size: int) -> Before:
+        """What a step begins with."""
+        rate = self.learning_rate(size) * (1.0 if now.watch is None else now.watch.scale)
+        if self._rate is None or self._rate[0] != (rate, now.weights.dtype, self._device):
+            value = torch.full((), rate, dtype=now.weights.dtype, device=self._device)
+            self._rate = (rate, now.weights.dtype, self._device), value
+        before = Before(now.weights, now.moments, now.state, self._rate[1])
+        watch = now.watch
+        if watch is None or self.guard is None:
+            return before
+        before = before._replace(history=watch.history)
+        if not (watch.asking and self.method.changes):
+            return before
+        needed = torch.full((), min(self.guard.samples, size + watch.asked), device=self._device)
+        return before._replace(sums=watch.sums, needed=needed)
+
+    def _how(self, now: Moment) -> How:
+        """What is decided on the host."""
+        watch, few = now.watch, now.selected < FEW and not self._borrowed.mode.compile
+        if watch is None:
+            return How(few=few)
+        asking = watch.asking and self.method.changes
+        return How(asking, self._resting(watch), watch.frozen, watch.trusted, not watch.steps, few)
 
     def _read(self, now: Moment, guard: Guard) -> tuple[Moment, list[Event]]:
         """Take up old signals, and do what follows from them."""
         assert now.watch is not None
-        watch, events, collapse = now.watch.read(guard, self._on_batch)
+        watch, events, collapse = now.watch.read(guard, self._core.on_batch)
         if collapse is None or guard.policy == "warn":
             return replace(now, watch=watch), events
         if guard.policy == "raise" and collapse.kind == "collapse":
@@ -244,127 +258,20 @@ class Adapter:
                 f"{self.method.name} has collapsed at step {collapse.step}: {collapse.message}; reset() it, lower lr, or use "
                 "objective='come' or Guard(policy='recover')"
             )
-        weightless = not (self._borrowed.parameters or self._on_batch)
+        weightless = not (self._borrowed.parameters or self._core.on_batch)
         watch, weights, more = watch.recovered(guard, collapse, weightless)
         first = replace(self._first(), count=now.count, watch=watch.counted(more))
         return first if weights is None else replace(first, weights=weights), [*events, *more]
 
     def _resting(self, watch: Watch) -> bool:
         """Whether the source model answers."""
-        return watch.frozen or not (watch.trusted or self._borrowed.parameters or self._on_batch)
+        return watch.frozen or not (watch.trusted or self._borrowed.parameters or self._core.on_batch)
 
-    def _guarded(self, guard: Guard, watch: Watch, ctx: Context, x: Inputs) -> tuple[Step, Watch]:
-        """A step with its signals; where the source is asked and finds a collapse, it answers."""
-        asking = watch.asking and self.method.changes
-        resting = self._resting(watch)
-        source: Tensor | None = None
-        if resting or asking:
-            with torch.no_grad():
-                source = ctx.forward(x, self._source, statistics=None)
-        if resting and (watch.frozen or not asking):
-            assert source is not None
-            out = Step(source, used=torch.zeros_like(ctx.valid))
-        else:
-            began = ctx.weights.detach()
-            out = self._adapted(ctx, x)
-        answers = out.logits.detach()
-        usable = ctx.valid & answered(answers)
-        broken = ctx.valid & ~usable
-        with torch.no_grad():
-            # Where nobody has an answer the method is not to blame, but nothing may be learned from it either.
-            ctx.ok = ctx.ok & ~broken.any()
-            row = torch.where(usable[:, None], answers, 0)
-            probabilities = ((answers >= 0).all() & ((exact(answers).sum(dim=1) - 1).abs() < 1e-3).all()).double()
-            head = [ctx.ok.double(), (~ctx.valid).sum().double(), broken.sum().double(), probabilities]
-            values = [torch.stack(head), measure(self._objective, row, usable, ctx.weights.detach(), self._source)]
-            asked = False
-            if asking and source is not None:
-                found, logits = self._ask(ctx, x, watch, answers, source, resting)
-                watch = replace(watch, sums=found, asked=watch.asked + x.size, candidate=began)
-                asked = watch.asked >= guard.samples
-                watch = replace(watch, asking=not asked, waiting=asked)
-                values.append(judged(found))
-                if guard.policy in ("recover", "freeze"):
-                    answers, usable = logits, ctx.valid & answered(logits)
-        signals = send(watch.steps, x.size, torch.cat(values), asked)
-        watch = replace(watch, steps=watch.steps + 1, pending=(*watch.pending, signals))
-        return self._cleaned(out, answers, usable, ctx), watch
-
-    def _ask(
-        self, ctx: Context, x: Inputs, watch: Watch, answers: Tensor, source: Tensor, resting: bool
-    ) -> tuple[Tensor, Tensor]:
-        """What the question has found so far, and the logits to return."""
-        if resting:  # a method that is on trial: the source answers
-            found = compare(source, source, ctx.valid, trial=answers)
-            return found if watch.sums is None else watch.sums + found, source
-        same = trial = None
-        if self._on_batch and watch.trusted:
-            same = ctx.forward(x, self._source)
-        elif self._on_batch:
-            share = self._share(ctx.valid, trusted=True)
-            trial = ctx.forward(x, statistics=None if share is None else mixed(share))
-        found = compare(answers, source, ctx.valid, same_statistics=same, trial=trial)
-        found = found if watch.sums is None else watch.sums + found
-        now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
-        enough = now.samples >= min(self.guard.samples if self.guard else 1, x.size + watch.asked)
-        by_source = torch.as_tensor(misled(now, self._on_batch and watch.trusted) & enough)
-        logits = torch.where(by_source, source.to(answers), answers)
-        if same is not None:
-            by_weights = torch.as_tensor((now.other < LIMIT) & enough)
-            logits = torch.where(~by_source & by_weights, same.to(answers), logits)
-        return found, logits
-
-    def _cleaned(self, out: Step, answers: Tensor, usable: Tensor, ctx: Context) -> Step:
-        """What is returned: samples without an answer are the least certain of all, by every score."""
-        logits = torch.where(usable[:, None], answers, UNKNOWN)
-        loss = out.loss
-        if loss is not None:
-            most = torch.log(torch.full_like(loss, logits.shape[1] + 1.0))  # no entropy is larger
-            loss = torch.where(usable & loss.isfinite(), loss, most)
-        used = None if out.used is None else out.used & usable & ctx.ok
-        return Step(logits, loss, used, usable)
-
-    # ---- parts of a step ----
-
-    def _context(self, now: Moment, valid: Tensor) -> Context:
-        scale = 1.0 if now.watch is None else now.watch.scale
-        rate = self.learning_rate(len(valid)) * scale
-        seed = hashlib.sha256(f"{getattr(self.method, 'seed', 0)} {now.count}".encode()).digest()
-        trusted = now.watch is None or now.watch.trusted
-        return Context(
-            self._borrowed,
-            self._rule,
-            self._source,
-            self._fixed,
-            weights=now.weights,
-            moments=now.moments,
-            state=now.state or {},
-            lr=torch.full((), rate, dtype=now.weights.dtype, device=valid.device),
-            valid=valid,
-            count=now.count,
-            generator=self._generator.manual_seed(int.from_bytes(seed[:7], "big")),
-            share=self._share(valid, trusted),
-            guarded=self.guard is not None,
-        )
-
-    @property
-    def _rule_of_statistics(self) -> str:
-        if not (self.method.batch_statistics and self._borrowed.has_batch_norm):
-            return "source"
-        return self.method.statistics or ("batch" if self.guard is None else "mixed")
-
-    @property
-    def _on_batch(self) -> bool:
-        """Whether BatchNorm may use statistics of the batch."""
-        return self._rule_of_statistics != "source"
-
-    def _share(self, valid: Tensor, trusted: bool) -> Tensor | float | None:
-        """Of the batch's statistics: n/(n + 16) for n valid samples."""
-        rule = self._rule_of_statistics
-        if rule == "source" or not trusted:
-            return None
-        count = valid.sum()
-        return 1.0 if rule == "batch" else count / (count + PRIOR)
+    def _context(self, now: Moment, size: int) -> Context:
+        """For what is not a step."""
+        self._core.seed(now.count)
+        valid = torch.ones(size, dtype=torch.bool, device=self._device)
+        return self._core.context(self._how(now), self._before(now, size), valid, now.count)
 
     def _forgotten(self, now: Moment) -> Moment:
         first = self._first()
@@ -391,19 +298,21 @@ class Adapter:
         if self._now.weights.device == device and self._now.weights.dtype == dtype:
             return
 
+        core = self._core
+
         def cast(values: dict[str, Any]) -> dict[str, Any]:
             """What has an entry for each adapted weight has their precision."""
             return {
-                k: v.to(dtype) if isinstance(v, Tensor) and v.shape == self._source.shape else v
+                k: v.to(dtype) if isinstance(v, Tensor) and v.shape == core.source.shape else v
                 for k, v in values.items()
             }
 
-        fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self._fixed.items()}
+        fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in core.fixed.items()}
         now = self._now.to(device, self.method.on_host)
         state = None if now.state is None else cast(now.state)
         self._now = replace(now, weights=now.weights.to(dtype), moments=cast(now.moments), state=state)
-        self._source, self._fixed = self._source.to(device, dtype), cast(fixed)
-        self._generator = torch.Generator(device)
+        core.source, core.fixed = core.source.to(device, dtype), cast(fixed)
+        core.generator = torch.Generator(device)
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:
@@ -452,7 +361,7 @@ class Adapter:
     @property
     def source_parameters(self) -> dict[str, Tensor]:
         """The same parameters of the source model: copies."""
-        return {name: value.clone() for name, value in self._borrowed.named(self._source).items()}
+        return {name: value.clone() for name, value in self._borrowed.named(self._core.source).items()}
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; without a guard, the steps only. Looking changes nothing."""
@@ -525,28 +434,23 @@ class Adapter:
         """For copies and pickles: a lock and a generator cannot be copied, and are made anew."""
         with self._lock:
             kept = dict(vars(self))
-        for name in ("_lock", "_generator", "_borrowed", "_context_in_use"):
+        for name in ("_lock", "_core", "_steps", "_borrowed", "_rate"):
             del kept[name]
         watch = self._now.watch
         if watch is not None:
             kept["_now"] = replace(self._now, watch=Watch.of(watch.tensors(), self.guard or Guard(), self._now.weights))
-        kept["_fixed"] = {name: value for name, value in self._fixed.items() if name != "live"} | (
-            {"live": {}} if "live" in self._fixed else {}
-        )
-        kept["_selected"] = list(self._borrowed.parameters)
+        fixed = {name: {} if name == "live" else value for name, value in self._core.fixed.items()}
+        kept["_made_of"] = (self._core.source, fixed, list(self._borrowed.parameters), self._borrowed.mode)
         return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """From a copy or a pickle."""
-        names = kept.pop("_selected")
-        vars(self).update(kept, _context_in_use=None)
+        source, fixed, names, mode = kept.pop("_made_of")
+        vars(self).update(kept, _rate=None)
         known = dict(self.model.named_parameters(remove_duplicate=False))
-        chosen_ones = {name: known[name] for name in names}
-        self._borrowed = Borrowed(self.model, lambda _: chosen_ones, self.method.name, self.method.descends)
-        if self._rule is not None:
-            self._rule = optim.get(self.method.optimizer, self._borrowed.split, self._borrowed.join)
-        self._lock = ModelLock(self.model)
-        self._generator = torch.Generator(self._borrowed.device)
+        with untracked():
+            self._borrow(lambda _: {name: known[name] for name in names}, mode)
+        self._core.source, self._core.fixed = source, fixed
 
     # ---- state ----
 
@@ -574,8 +478,9 @@ class Adapter:
     def __repr__(self) -> str:
         """Method, objective, what adapts and at which learning rate."""
         method, kind = self.method, type(self.model).__name__
+        mode = self._borrowed.mode
         if not method.descends:
-            return f"{type(method).__name__}({kind}, objective={method.objective!r})"
+            return f"{type(method).__name__}({kind}, objective={method.objective!r}{mode})"
         if method.lr is not None:
             rate = f"{method.lr:g}"
         elif self._borrowed.has_batch_norm:
@@ -584,9 +489,9 @@ class Adapter:
             scale = " x batch/64" if method.scales_lr else ""
             rate = f"{method.paper_lr[0]:g}{scale} (the paper's for models without BatchNorm)"
         size = sum(shape.numel() for shape in self._borrowed.shapes.values())
-        on_batch = f", BatchNorm statistics={self._rule_of_statistics}" if self._borrowed.has_batch_norm else ""
+        on_batch = f", BatchNorm statistics={self._core.rule_of_statistics}" if self._borrowed.has_batch_norm else ""
         return (
-            f"{type(method).__name__}({kind}, objective={method.objective!r}, lr={rate}{on_batch}, "
+            f"{type(method).__name__}({kind}, objective={method.objective!r}, lr={rate}{on_batch}{mode}, "
             f"adapts {size:,} values in {len(self._borrowed.shapes)} tensors)"
         )
 
@@ -597,6 +502,9 @@ def adapt(
     *,
     objective: str | Objective = "come",
     guard: bool | Guard = True,
+    precision: Precision = "float32",
+    compile: bool = False,
+    channels_last: bool = False,
     **hyperparameters: Any,
 ) -> Adapter:
     r"""Put test-time adaptation around a classifier.
@@ -615,6 +523,12 @@ def adapt(
         objective: "come", "em", or a `come.Objective`; a method that was made has its own.
         guard: filter invalid inputs, reject bad updates, detect and undo collapse; False for the bare method, a `come.Guard`
             for a policy of your own.
+        precision: "float32" (as the model and torch are set), "tf32", or "bf16"; the objective and the adapted weights are in
+            float32 always.
+        compile: the model by `torch.compile`, and on a GPU the whole step as one CUDA graph: for the first shape of batch, and
+            for others that come twice in a row. The first steps then take seconds to a minute. What cannot be compiled or
+            captured says so once, and runs as it can.
+        channels_last: images and convolutions with the channels innermost: faster for convolutions in bf16.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
             says which.
 
@@ -644,4 +558,5 @@ def adapt(
         if objective != "come" or not (isinstance(method, str) and ":objective=" in method):
             hyperparameters["objective"] = objective
         made = methods.make(method, **hyperparameters)
-    return Adapter(model, made, Guard() if guard is True else guard or None)
+    mode = Mode(precision, compile, channels_last)
+    return Adapter(model, made, Guard() if guard is True else guard or None, mode)

@@ -58,6 +58,14 @@ def normalizing(
     return hook
 
 
+def unit_statistics(layer: Layer) -> tuple[Tensor, Tensor]:
+    """Running statistics that change nothing, a mean of 0 and a variance of 1 - eps, where a hook normalizes the input."""
+    module = layer.module
+    like = next((t for t in (layer.mean, module.weight) if t is not None), torch.ones(()))
+    zeros = like.detach().new_zeros(module.num_features)
+    return zeros, torch.full_like(zeros, 1 - module.eps)
+
+
 def _dims(x: Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
 
@@ -149,20 +157,44 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
 
     share: Tensor | float
 
+    def affine(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """a and b (C,), for the input (B, C, ...) of a layer; None if the source has no statistics."""
+        if layer.mean is None or layer.var is None:
+            return None
+        eps = layer.module.eps
+        with torch.no_grad():
+            # As torch's BatchNorm does it: a compiler then computes these once.
+            own_var, own_mean = (v.flatten() for v in torch.var_mean(x, dim=_dims(x), correction=0, keepdim=True))
+            mean, var = _mixed(layer, own_mean, own_var, self.share)
+            width = (var + eps).rsqrt()
+            return (own_var + eps).sqrt() * width, (own_mean - mean) * width
+
     def normalized(self, layer: Layer, x: Tensor) -> Tensor:
         """The input (B, C, ...) of a layer, normalized."""
         eps = layer.module.eps
         if x.numel() == x.shape[1]:
             mean, var = source_statistics(layer, x)
             return (x - mean) * (var + eps).rsqrt()
-        scale = shift = None
-        if layer.mean is not None and layer.var is not None:
-            with torch.no_grad():
-                own_var, own_mean = torch.var_mean(x, dim=_dims(x), correction=0)
-                mean, var = _mixed(layer, own_mean, own_var, self.share)
-                width = (var + eps).rsqrt()
-                scale, shift = (own_var + eps).sqrt() * width, (own_mean - mean) * width
+        scale, shift = self.affine(layer, x) or (None, None)
         return F.batch_norm(x, None, None, scale, shift, training=True, momentum=0.0, eps=eps)
+
+    def weights(self, layer: Layer, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight and bias (C,) with which a layer on the statistics of the batch gives the same, in one pass less."""
+        found = self.affine(layer, x)
+        if found is None:
+            return weight, bias
+        scale, shift = (value.to(weight.dtype) for value in found)
+        return weight * scale, weight * shift + bias
+
+
+def rescaling(layer: Layer, rule: mixed, weight: Tensor, bias: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A forward pre-hook for a layer on the statistics of the batch, that makes it one on mixed statistics."""
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found = rule.weights(layer, exact(inputs[0]), weight, bias)
+        module._parameters["weight"], module._parameters["bias"] = found  # type: ignore[assignment]
+
+    return hook
 
 
 def _mixed(layer: Layer, mean: Tensor, var: Tensor, share: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from come.batchnorm import Layer, Statistics, batch_statistics, normalizing
+from come.batchnorm import Layer, Statistics, batch_statistics, mixed, normalizing, rescaling, unit_statistics
 from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
+from come.running import Function, Mode, Rule, StandIn, StandIns, fused
 from come.select import BATCH_NORMS, Selector
 
 ALIGNED = 64
@@ -41,10 +42,13 @@ class Borrowed:
         select: chooses the parameters.
         method: name of the method, for messages.
         descends: whether there must be any.
+        mode: how the model is run.
     """
 
-    def __init__(self, model: nn.Module, select: Selector, method: str, descends: bool) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, select: Selector, method: str, descends: bool, mode: Mode | None = None
+    ) -> None:
+        self.model, self.mode = model, mode or Mode()
         self.parameters = _selected(model, select, method, descends)
         """The adapted parameters by name, the user's own."""
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
@@ -55,6 +59,12 @@ class Borrowed:
         self._versions = self._read_versions()
         self._modules = list(model.modules())
         self._norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
+        self._affine = [
+            Slot(f"{path}.{name}", norm, name, p)
+            for path, norm in self._norms.items()
+            for name, p in norm.named_parameters(recurse=False)
+        ]
+        """Weights and biases of BatchNorm layers, adapted or not."""
         self._buffers = _buffers(model)
         self._watched = self._written_by_forward()
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -64,6 +74,10 @@ class Borrowed:
         self._hooks: list[Any] = []
         self._swapped = False
         """Whether torch may have other tensors in the place of the model's own."""
+        self.compiled = False
+        """Whether calls use `torch.compile`; set for the length of a step."""
+        self._built_from: tuple[Any, ...] = ()
+        """The model's weights and buffers at the last step."""
 
     # ---- the vector of adapted weights ----
 
@@ -96,7 +110,7 @@ class Borrowed:
         if not self._room:
             return []
         parts = torch.split(weights, self._room)
-        return [part[: shape.numel()].view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+        return [_cut(part, shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
         """The vector (P,) as tensors by parameter name."""
@@ -164,7 +178,7 @@ class Borrowed:
         """Put back whatever a step or a call has changed in the model."""
         self._undo(0)
         if self._swapped:  # an interrupt can stop torch from putting the model's own tensors back
-            for slot in (*self._slots, *self._buffers):
+            for slot in (*self._slots, *self._affine, *self._buffers):
                 if getattr(slot.owner, slot.attribute, None) is not slot.value:
                     setattr(slot.owner, slot.attribute, slot.value)
             self._swapped = False
@@ -182,12 +196,26 @@ class Borrowed:
         """
         values = [part.to(p.dtype) for part, p in zip(self.split(weights), self.parameters.values(), strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
+        rule = None if hooks or self.mode.plain else self._rule_of(statistics, x.size)
+        with self.mode.rounding(self.device):
+            if rule is None:
+                return self._call_own(given, self.mode.images(x), statistics, hooks)
+            share = statistics.share if isinstance(statistics, mixed) else 1.0
+            try:
+                return self._stand_in(rule)(given, self.mode.images(x), share)
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise self._explained(error, x) from error
+
+    def _call_own(
+        self, given: dict[str, Tensor], x: Inputs, statistics: Statistics, hooks: Sequence[Callable[[], Any]]
+    ) -> Any:
+        """Call the user's own model."""
         given |= {slot.name: self._copy(slot.value) for slot in self._watched}
         mark, known = len(self._loan), {key: copy._version for key, (_, _, copy) in self._copies.items()}
         try:
             for register in hooks:
                 self._hooks.append(register())
-            given |= self._install(statistics, x.size)
+            given |= self._install(statistics, x.size, given)
             self._swapped = True
             out = functional_call(self.model, given, x.args, x.kwargs, tie_weights=False)
             self._swapped = False
@@ -197,6 +225,44 @@ class Borrowed:
         finally:
             self._undo(mark)
             self._refresh(known)
+
+    def _rule_of(self, statistics: Statistics, batch: int) -> Rule | None:
+        """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
+        if statistics is None or not self._norms:
+            return "source"
+        if isinstance(statistics, mixed):
+            return "mixed"
+        synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
+        return "batch" if statistics == "batch" and batch > 1 and not synchronized else None
+
+    def _stand_in(self, rule: Rule) -> StandIn:
+        """The model as it is run, made when it is first needed."""
+        names = {slot.name for slot in self._slots}
+        key = (rule, self.compiled, self.mode, frozenset(names))
+        made = StandIns.of(self.model).made
+        if key not in made:
+            with torch.no_grad():
+                layers = dict(zip(self._norms, self.layers(), strict=True))
+                made[key] = StandIn(self.model, names, layers, rule, self.mode, self.compiled)
+        return made[key]
+
+    def fused(self, function: Function) -> Function:
+        """The function, as few kernels of a GPU where steps are compiled."""
+        return fused(function) if self.compiled and self.device.type == "cuda" else function
+
+    def fresh(self) -> bool:
+        """Whether stand-ins still follow the model; if it was moved, cast or loaded since, they are dropped."""
+        layers = tuple(id(child) for module in self._modules for child in module._modules.values())
+        values = tuple(
+            (t.data_ptr(), t._version)
+            for module in self._modules
+            for t in (*module._parameters.values(), *module._buffers.values())
+            if t is not None
+        )
+        now = (layers, values)
+        StandIns.of(self.model).follow(now)
+        same, self._built_from = now == self._built_from, now
+        return same
 
     def _written_by_forward(self) -> list[Slot]:
         """Buffers that a forward in evaluation mode might write to; those of BatchNorm it does not."""
@@ -216,28 +282,34 @@ class Borrowed:
                 with torch.no_grad():
                     copy.copy_(buffer)
 
-    def _install(self, statistics: Statistics, batch: int) -> dict[str, Tensor]:
-        """Prepare the BatchNorm layers; returns the buffers that they get for this call."""
+    def _install(self, statistics: Statistics, batch: int, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
         if statistics is None or not self._norms:
             return {}
         synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
         if statistics == "batch" and batch > 1 and not synchronized:
-            # With these two flags torch's BatchNorm neither reads nor writes its running statistics.
             for layer in self._norms.values():
-                self._set(layer, "track_running_stats", False)
-                self._set(layer, "training", True)
+                self._batch_flags(layer)
             return {}
         estimate = batch_statistics if statistics == "batch" else statistics
-        given: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for path, known in zip(self._norms, self.layers(), strict=True):
-            self._hooks.append(known.module.register_forward_pre_hook(normalizing(known, estimate)))
-            like = next(
-                (t for t in (known.mean, known.module.weight) if t is not None), torch.ones((), device=self.device)
-            )
-            prefix = f"{path}." if path else ""
-            given[f"{prefix}running_mean"] = like.detach().new_zeros(known.module.num_features)
-            given[f"{prefix}running_var"] = like.detach().new_full((known.module.num_features,), 1 - known.module.eps)
-        return given
+            prefix, layer = f"{path}." if path else "", known.module
+            if isinstance(estimate, mixed) and batch > 1 and layer.affine and not synchronized:
+                self._batch_flags(layer)
+                weight, bias = (given.get(f"{prefix}{name}", getattr(layer, name)) for name in ("weight", "bias"))
+                found |= {f"{prefix}weight": weight, f"{prefix}bias": bias}  # so that torch puts them back
+                self._hooks.append(layer.register_forward_pre_hook(rescaling(known, estimate, weight, bias)))
+                continue
+            self._hooks.append(layer.register_forward_pre_hook(normalizing(known, estimate)))
+            mean, var = unit_statistics(known)
+            found |= {f"{prefix}running_mean": mean.to(self.device), f"{prefix}running_var": var.to(self.device)}
+        return found
+
+    def _batch_flags(self, layer: nn.Module) -> None:
+        """With these two flags torch's BatchNorm neither reads nor writes its running statistics."""
+        self._set(layer, "track_running_stats", False)
+        self._set(layer, "training", True)
 
     def _set(self, owner: Any, attribute: str, value: Any) -> None:
         before = getattr(owner, attribute)
@@ -268,6 +340,12 @@ class Borrowed:
         ):  # a norm layer with one value per channel
             return InputError(f"{type(self.model).__name__} cannot take a batch of this shape: {error}")
         return error
+
+
+def _cut(part: Tensor, shape: torch.Size) -> Tensor:
+    """The parameter of that shape at the beginning of a part of the vector, in as few operations as possible."""
+    part = part if len(part) == shape.numel() else part[: shape.numel()]
+    return part if part.shape == shape else part.view(shape)
 
 
 def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:

@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         size = self.size
         return [v for v in self.values() if isinstance(v, Tensor) and v.ndim >= 1 and v.shape[0] == size]
 
-    def take(self, chosen: slice) -> Inputs:
+    def take(self, chosen: slice | Tensor) -> Inputs:
         """Some of the samples; arguments that all samples share stay as they are.
 
         Example:
@@ -140,7 +140,8 @@ def answered(logits: Tensor) -> Tensor:
         >>> answered(torch.tensor([[0.0, -inf], [nan, 0.0], [-inf, -inf]]))
         tensor([ True, False, False])
     """
-    return logits.amax(dim=1).isfinite()  # amax propagates NaN, and is -inf only if all are
+    most = logits.amax(dim=1)  # propagates NaN, and is -inf only if all are
+    return (most - most) == 0  # finite, in fewer operations
 
 
 def logits_of(out: Any, batch: int) -> Tensor:

@@ -30,8 +30,15 @@ from come.select import Selector, norm_affine
 
 StatisticsRule = Literal["batch", "mixed", "source"]
 
+Written = tuple[Tensor, Tensor, Tensor]
+"""An entry of a method's memory, the rows of it that were overwritten, and what was in them."""
+
 LOSS_SCALE = 256.0
 """Factor on the loss for models in float16, taken out of the gradient again: small gradients would be rounded to zero."""
+
+
+class NotCapturable(Exception):  # noqa: N818 - not an error: the step runs in another way
+    """A step that cannot be one CUDA graph, and why."""
 
 
 class Step(NamedTuple):
@@ -103,10 +110,12 @@ class Context:
         state: dict[str, Tensor],
         lr: Tensor,
         valid: Tensor,
-        count: int,
+        count: int | None,
         generator: torch.Generator,
         share: Tensor | float | None = None,
         guarded: bool = False,
+        few: bool = False,
+        written: list[Written] | None = None,
     ) -> None:
         self.model, self.rule, self.guarded = model, rule, guarded
         self.source = source
@@ -123,15 +132,26 @@ class Context:
         """0-d: the learning rate of this step."""
         self.valid = valid
         """(B,) bool: which samples may drive an update."""
-        self.count = count
-        """Batches before this one. It changes from step to step: only what runs outside of the model's graph may use it."""
+        self._count = count
         self.generator = generator
         """Random numbers, seeded for this step: runs repeat, and a resumed stream draws the same."""
         self.share = share
         """Of the batch's statistics in what BatchNorm normalizes by; None: the source's alone."""
         self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
         """0-d bool: whether every gradient and update so far was finite."""
-        self._undo: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.few = few
+        """Whether so few samples drove the last update that a second forward of such few is cheaper than a whole backward."""
+        self.selected: float | None = None
+        """The share of the samples that `again` was asked for."""
+        self.written: list[Written] = [] if written is None else written
+        """What `put` has overwritten."""
+
+    @property
+    def count(self) -> int:
+        """Batches before this one. A step that asks for it cannot be replayed as a CUDA graph, where it would not change."""
+        if self._count is None:
+            raise NotCapturable("it asks for the number of the batch")
+        return self._count
 
     # ---- the model ----
 
@@ -164,6 +184,7 @@ class Context:
         statistics: Statistics | Literal["own"] = "own",
         hooks: Sequence[Callable[[], Any]] = (),
         size: int | None = None,
+        sparing: bool = False,
     ) -> Tensor:
         """Logits (B, K) of the model on `x`, checked.
 
@@ -173,10 +194,38 @@ class Context:
             statistics: what BatchNorm normalizes by; "own" is the rule of this step.
             hooks: functions that register a hook and return its handle; they last for this call.
             size: how many rows the model returns, if not one for each sample.
+            sparing: without a gradient if few samples will need one, see `again`.
         """
         rule = self.statistics if statistics == "own" else statistics
-        out = self.model.call(x, self.weights if weights is None else weights, rule, hooks)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not (sparing and self.few and self.separate)):
+            out = self.model.call(x, self.weights if weights is None else weights, rule, hooks)
         return logits_of(out, x.size if size is None else size)
+
+    @property
+    def separate(self) -> bool:
+        """Whether some samples can go through the model without the others.
+
+        Not with BatchNorm on statistics of the batch, and not in a compiled step, whose shapes are fixed.
+        """
+        return self.share is None and self._count is not None and not self.model.compiled
+
+    def forward_where(self, x: Inputs, mask: Tensor, weights: Tensor | None = None, **how: Any) -> Tensor:
+        """Logits (B, K) that are right where the mask (B,) is true; elsewhere they may be zeros, to save work."""
+        if not self.separate:
+            return self.forward(x, weights, **how)
+        rows = mask.nonzero()[:, 0]
+        if len(rows) == len(mask):
+            return self.forward(x, weights, **how)
+        if not len(rows):
+            rows = torch.zeros(1, dtype=torch.int64, device=mask.device)  # so that there is a gradient, of zero
+        part = self.forward(x.take(rows), weights, **how)
+        return part.new_zeros(len(mask), part.shape[1]).index_copy(0, rows, part)
+
+    def again(self, x: Inputs, used: Tensor, logits: Tensor) -> Tensor | None:
+        """Logits with a gradient where `used` (B,) is true, if `forward(x, sparing=True)` gave `logits` without one."""
+        if self.separate:
+            self.selected = int(used.sum()) / len(used)
+        return None if logits.requires_grad else self.forward_where(x, used)
 
     def features(self, x: Inputs, **how: Any) -> tuple[Tensor, Tensor]:
         """What goes into the classifier head (B, d), and the logits (B, K); `setup` must have put a `Head` into "head"."""
@@ -214,7 +263,7 @@ class Context:
                 f"{type(self.model.model).__name__}; does its forward run under no_grad, or detach its output?"
             )
         if self.guarded:
-            self.ok = self.ok & found.isfinite().all()
+            self.ok = self.ok & (_largest(found) < torch.inf)
         return found / scale if scale != 1 else found
 
     def descend(self, loss: Tensor, go: Tensor | None = None) -> None:
@@ -228,23 +277,14 @@ class Context:
     def descend_along(self, gradient: Tensor, go: Tensor | None = None) -> None:
         """One optimizer step along a given gradient (P,); see `descend`."""
         assert self.rule is not None
-        weights, moments = self.rule.update(self.weights.detach(), gradient, self.moments, self.lr)
-        if self.guarded:
-            fine = self._sound(weights, moments)
-            self.ok = self.ok & (fine if go is None else fine | ~go)
-            go = fine if go is None else go & fine
-        if go is not None:
-            weights = torch.where(go, weights, self.weights)
-            moments = chosen(go, moments, self.moments)
-        self.weights, self.moments = leaf(weights), moments
-
-    def _sound(self, weights: Tensor, moments: Moments) -> Tensor:
-        """Whether new weights and moments are finite, and in the range of the model's precision: 0-d bool."""
-        fine = weights.abs().amax() < self.model.largest()  # false for NaN
-        for moment in moments.values():
-            if moment.device == fine.device:
-                fine = fine & moment.isfinite().all()
-        return fine
+        step = self.model.fused(_descended) if isinstance(self.rule, (sgd, adam)) else _descended
+        largest = self.model.largest() if self.guarded else None
+        weights, self.moments, fine = step(
+            self.rule, self.weights.detach(), gradient, self.moments, self.lr, go, largest
+        )
+        self.weights = leaf(weights)
+        if fine is not None:
+            self.ok = self.ok & fine
 
     @torch.no_grad()
     def recover(self, where: Tensor, *, moments: bool = True) -> None:
@@ -259,22 +299,56 @@ class Context:
     def put(self, name: str, rows: Tensor, values: Tensor) -> None:
         """Overwrite some rows of a large entry of `state` in place; undone if the step fails or is refused."""
         entry = self.state[name]
-        self._undo.append((entry, rows, entry[rows].clone()))
+        self.written.append((entry, rows, entry[rows].clone()))
         entry[rows] = values.to(entry)
 
     @torch.no_grad()
     def keep_where(self, ok: Tensor) -> None:
         """Take back what `put` has written where the 0-d bool tensor is false."""
-        for entry, rows, before in reversed(self._undo):
+        for entry, rows, before in reversed(self.written):
             entry[rows] = torch.where(ok.to(entry.device), entry[rows], before)
 
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Take back all that `put` has written, latest first; may be called again."""
-        while self._undo:
-            entry, rows, before = self._undo[-1]
-            entry[rows] = before
-            self._undo.pop()
+
+@torch.no_grad()
+def undo(written: list[Written]) -> None:
+    """Take back all that `Context.put` has written, latest first; may be called again."""
+    while written:
+        entry, rows, before = written[-1]
+        entry[rows] = before
+        written.pop()
+
+
+def _descended(
+    rule: Rule,
+    weights: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    lr: Tensor,
+    go: Tensor | None,
+    largest: float | None,
+) -> tuple[Tensor, Moments, Tensor | None]:
+    """Weights and moments after a step of the optimizer, where it may go and is sound; and whether it was (0-d bool).
+
+    Sound is what is finite and, for the weights, below `largest`; with None nothing is looked at.
+    """
+    new, later = rule.update(weights, gradient, moments, lr)
+    fine = None
+    if largest is not None:
+        sound = _largest(new) < largest
+        for moment in later.values():
+            if moment.device == sound.device and moment.is_floating_point():
+                sound = sound & (_largest(moment) < torch.inf)
+        fine = sound if go is None else sound | ~go
+        go = sound if go is None else go & sound
+    if go is not None:
+        new, later = torch.where(go, new, weights), chosen(go, later, moments)
+    return new, later, fine
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Largest entry by size, 0-d; NaN if there is one."""
+    found: Tensor = torch.linalg.vector_norm(values, torch.inf)
+    return found
 
 
 def chosen(where: Tensor, new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -304,7 +378,7 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
         >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
         tensor(1.5000)
     """
-    mask = used.view(-1, *[1] * (values.ndim - 1))
+    mask = used if values.ndim == 1 else used.view(-1, *[1] * (values.ndim - 1))
     return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
 
 
@@ -365,6 +439,8 @@ class Method(ABC):
     """Whether that is scaled with the size of the batch; False where a step is not taken on the batch as a whole."""
     on_host: ClassVar[tuple[str, ...]] = ()
     """Beginnings of the names in `state` that stay on the CPU when the model moves."""
+    waits: ClassVar[str] = ""
+    """Why a step has to wait for the device, if it does; such a step cannot be one CUDA graph."""
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that `setup` uses up; they are not kept."""
 

@@ -281,7 +281,7 @@ def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
         raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
     masked = logits.isneginf()
     z = exact(logits).masked_fill(masked, 0)
-    if freeze_norm:
+    if freeze_norm and z.requires_grad:  # it changes the gradient alone
         z = hold_norm(z, p)
     return (z if tau == 1 else z * tau).masked_fill(masked, MASKED)
 

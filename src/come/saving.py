@@ -5,6 +5,7 @@ moment.<name>      moments of the optimizer
 state.<name>       averages, counters, buffers: what the method remembers
 guard.<name>       what the guard has learned, if there is one
 count              batches seen
+selected           share of the samples that drove the last update
 configuration      the method, its hyperparameters, the objective and the guard, as the bytes of a JSON text
 fingerprint        SHA-256 of the source model, every value of it, and of what the method has found in source data
 """
@@ -33,13 +34,14 @@ from come.guard.watch import Watch
 if TYPE_CHECKING:
     from come.adapter import Adapter, Moment
 
-FORMAT, VERSION = "come-state", 4
+FORMAT, VERSION = "come-state", 5
 
 
 def collect(adapter: Adapter) -> dict[str, Tensor]:
     """State of `adapter` as copied tensors."""
     now = adapter._now
     saved = {"weights": now.weights, "count": torch.tensor(now.count)}
+    saved["selected"] = torch.tensor(now.selected, dtype=torch.float64)
     saved |= {f"moment.{name}": value for name, value in now.moments.items()}
     saved |= {f"state.{name}": value for name, value in (now.state or {}).items()}
     if now.watch is not None:
@@ -60,7 +62,7 @@ def _bytes(data: bytes) -> Tensor:
 
 def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     """The moment that `saved` describes; if anything does not fit, raise and change nothing."""
-    for name in ("weights", "count", "configuration", "fingerprint"):
+    for name in ("weights", "count", "selected", "configuration", "fingerprint"):
         if name not in saved:
             raise StateError(f"this is not the state of an adapter: {name!r} is missing")
     for name, value in saved.items():
@@ -84,6 +86,9 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     count = int(saved["count"])
     if count < 0:
         raise StateError(f"'count' of the state must be >= 0, got {count}")
+    selected = float(saved["selected"])
+    if not 0 <= selected <= 1:
+        raise StateError(f"'selected' of the state must be in [0, 1], got {selected}")
     watch = None
     if adapter.guard is not None:
         watch = Watch.of(parts["guard"], adapter.guard, now.weights)
@@ -94,6 +99,7 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
         state={name: value.clone() for name, value in parts["state"].items()} if parts["state"] or count else None,
         count=count,
         watch=watch,
+        selected=selected,
     )
     return moment.to(device, adapter.method.on_host)
 
@@ -221,7 +227,7 @@ def fingerprint(adapter: Adapter) -> bytes:
         for name, value in _beside_tensors(model):
             digest.update(name.encode())
             digest.update(_pickled(name, value))
-        for name, value in sorted(adapter._fixed.items()):
+        for name, value in sorted(adapter._core.fixed.items()):
             if isinstance(value, Tensor):
                 digest.update(f"{name} {tuple(value.shape)}".encode())
                 digest.update(_raw(value))

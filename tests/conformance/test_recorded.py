@@ -34,6 +34,8 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
+    """Every entropy of every sample: nothing may be left out to save work. `test_modes.py` compares with that, too."""
+    monkeypatch.setattr(Context, "separate", False)
     return Recorder(monkeypatch)
 
 
@@ -93,7 +95,7 @@ def test_eata(case, recorder, source_batches):
         source=source_batches if case.hyper["fisher"] else None,
     )
     if case.hyper["fisher"]:
-        for name, value in method._borrowed.named(method._fixed["fisher"]).items():
+        for name, value in method._borrowed.named(method._core.fixed["fisher"]).items():
             case.close(f"fisher.{name}", value)
 
     # Count what was selected in every inner step, as the recording does.
@@ -278,7 +280,7 @@ def test_cotta(case, monkeypatch):
         logits = inner(ctx, x, weights, **how)
         if weights is None:
             students.append(logits.detach())
-        elif weights is method._source and how.get("statistics", "own") == "own":
+        elif weights is method._core.source and how.get("statistics", "own") == "own":
             confidences.append(logits.softmax(dim=1).amax(dim=1).mean())
         return logits
 
@@ -367,15 +369,15 @@ def test_foa(case, source_batches):
         search=lambda dimensions, population, seed: search,
         chunk=16,
     )
-    case.close("source_mean", method._fixed["source_mean"])
-    case.close("source_std", method._fixed["source_std"])
+    case.close("source_mean", method._core.fixed["source_mean"])
+    case.close("source_std", method._core.fixed["source_std"])
     width = case["shift_vector"].shape[1]
     history, best = [], []
     shifts = [torch.zeros(width)]
 
     def each(_):
         history.append(method.state["history"])
-        shifts.append(method._fixed["source_mean"][-width:] - history[-1])
+        shifts.append(method._core.fixed["source_mean"][-width:] - history[-1])
         best.append(method.state["best"][None])
 
     replay(method, case, each)

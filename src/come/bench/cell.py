@@ -103,6 +103,11 @@ class Knobs(Description):
         None, "What BatchNorm normalizes by: batch, mixed or source; by default batch, or mixed with --guard.", HOW
     )
     batch_size: Count = knob(64, "Samples that come at a time.", HOW)
+    precision: Literal["float32", "tf32", "bf16"] = knob(
+        "float32", "Of the model's arithmetic: float32, tf32 or bf16.", HOW
+    )
+    compile: bool = knob(False, "Compile the steps: slower to start, faster from then on.", HOW)
+    channels_last: bool = knob(False, "Keep channels last in memory: faster convolutions on a GPU.", HOW)
     checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
     normalization: Literal["model", "imagenet", "half"] = knob("model", "model, imagenet or half.", HOW)
     source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)

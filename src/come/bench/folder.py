@@ -41,6 +41,8 @@ FORMAT = "come-run-2"
 HEADER = {"format": FORMAT, "come": __version__}
 STANDARD = {name: i for i, name in enumerate(corruptions.names())}
 AGAIN = "run the same 'come bench' command again: it runs this cell anew and keeps the others"
+Stamp = tuple[int, int]
+"""Of the file of a cell; another one is another file."""
 LARGEST = 2**31
 """Bytes of a cell: 40 million rows."""
 
@@ -154,6 +156,14 @@ class RunFolder:
             return _read(self.file(cell.key))[0]
         except StateError:
             return None
+
+    def stamp(self, cell: Cell) -> Stamp | None:
+        """What changes when a cell is written; None if it never was."""
+        try:
+            found = self.file(cell.key).stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def rows(self, key: str) -> Rows:
         """The rows of a finished cell."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,16 +17,29 @@ from come.bench.record import Machine
 PACKAGES = ("come-tta", "torch", "timm", "numpy")
 
 
+@dataclass(frozen=True)
+class Jobs:
+    """The processes that work on a run at once."""
+
+    count: int = 1
+    first: int | None = None
+    """Process id of the one that started the others; None is this one."""
+
+
+ALONE = Jobs()
+
+
 class Meter:
     """Measures what a cell takes, from its making to `machine` and `peak_megabytes`.
 
     Args:
         device: where the model is.
+        jobs: the processes that work on the run.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._began, self._ours, self._all = time.perf_counter(), _our_seconds(), _busy_seconds()
+    def __init__(self, device: torch.device, jobs: Jobs = ALONE) -> None:
+        self.device, self.jobs = device, jobs
+        self._began, self._ours, self._all = time.perf_counter(), _our_seconds(jobs.first), _busy_seconds()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         with contextlib.suppress(OSError):  # Linux; elsewhere the peak is that of the whole process so far
@@ -37,7 +50,7 @@ class Meter:
         return time.perf_counter() - self._began
 
     def machine(self) -> Machine:
-        """Versions, device and threads, and how many cores other processes kept busy meanwhile."""
+        """Versions, device and threads, and how many cores other programs kept busy meanwhile."""
         versions = {"python": platform.python_version()}
         for package in PACKAGES:
             try:
@@ -48,12 +61,13 @@ class Meter:
             name = torch.cuda.get_device_name(self.device)
         else:
             name = platform.processor() or platform.machine()
-        others = (_busy_seconds() - self._all) - (_our_seconds() - self._ours)
+        others = (_busy_seconds() - self._all) - (_our_seconds(self.jobs.first) - self._ours)
         load = max(0.0, others / max(self.seconds(), 1e-9))
         return Machine(
             versions=versions,
             device=f"{self.device.type}: {name}",
             threads=torch.get_num_threads(),
+            jobs=self.jobs.count,
             load=round(load, 2),
         )
 
@@ -70,10 +84,16 @@ class Meter:
         return float(getattr(memory, "peak_wset", memory.rss)) / 2**20
 
 
-def _our_seconds() -> float:
-    """CPU time of this process and of the workers that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+def _our_seconds(first: int | None) -> float:
+    """CPU time of the first process of the run and of all that it started, also of those that have ended."""
+    root = psutil.Process(first)
+    total = 0.0
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            times = process.cpu_times()
+            total += times.user + times.system
+            total += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+    return total
 
 
 def _busy_seconds() -> float:

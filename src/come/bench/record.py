@@ -54,8 +54,10 @@ class Machine(Description):
     versions: dict[Text, Text]
     device: Text
     threads: Whole
+    jobs: Whole = 1
+    """Processes that worked on the run at once."""
     load: Amount
-    """Cores that other processes kept busy meanwhile."""
+    """Cores that other programs kept busy meanwhile."""
 
 
 class Result(Description):

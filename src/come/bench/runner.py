@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from come.adapter import Adapter, adapt
 from come.bench import models, settings
 from come.bench.cell import Cell
 from come.bench.data import OnBadImage, Source, Stream, open_source
+from come.bench.data.store import Kept, Resident
 from come.bench.data.streams import OUTLIER
-from come.bench.folder import RunFolder, check_space
+from come.bench.folder import RunFolder, Stamp, check_space
+from come.bench.helpers import Helpers
+from come.bench.machine import ALONE, Jobs
 from come.bench.measure import UnfitError, run_cell
 from come.bench.plan import Plan
 from come.bench.record import Record
@@ -27,6 +33,12 @@ from come.errors import ConfigError, InputError, ModelError, require_int
 from come.guard import Event, Guard
 from come.methods import get as get_method
 
+SMALL = 5_000_000
+"""Parameters of a model that leaves a core or a GPU idle now and then."""
+FEW = 2**26
+"""Bytes of source images that are kept for the next method that asks for them."""
+WORTH = {"cpu": 20_000, "cuda": 1_000_000}
+"""Forward passes of a sample that are worth a process of their own, which takes seconds to start."""
 WORKERS = 256
 """Processes that decode images, at most."""
 
@@ -46,6 +58,10 @@ class Progress:
     def refuse(self, cell: Cell, reason: str) -> None:
         """The method cannot be run on this model or stream; the others can."""
 
+    def beside(self) -> Progress:
+        """Who is told how cells begin and advance in another process, at the same time."""
+        return self
+
 
 class _Made(NamedTuple):
     """An adapter that several cells use, one after the other."""
@@ -56,6 +72,59 @@ class _Made(NamedTuple):
     """Its state when it was made."""
     events: list[Event]
     """What its guard reports."""
+
+
+class UnderWay:
+    """A run that is under way, in this process and in those that help it.
+
+    Args:
+        folder: where results go.
+        progress: who watches.
+        before: cells that are to be run again, as their files were.
+    """
+
+    def __init__(self, folder: RunFolder, progress: Progress, before: Mapping[str, Stamp]) -> None:
+        self.folder, self.progress, self.before = folder, progress, before
+        self.done: dict[str, Record] = {}
+        self.settled: set[str] = set()
+        """Keys of the cells that are done, or cannot be."""
+        self.old: set[str] = set()
+        """Keys of those that were done before helpers came."""
+        self.helpers: Helpers | None = None
+
+    def record(self, cell: Cell) -> Record | None:
+        """What was found in a cell that needs not be run."""
+        return None if self.folder.stamp(cell) == self.before.get(cell.key) else self.folder.record(cell)
+
+    def advance(self, samples: int) -> None:
+        """Some samples were done here."""
+        self.progress.advance(samples)
+        self.hear()
+
+    def finish(self, cell: Cell, record: Record, resumed: bool = False) -> None:
+        """A cell is done; it is a helper's if it was found here, and not before."""
+        if cell.key not in self.settled:
+            self.settled.add(cell.key)
+            self.done[cell.key] = record
+            self.progress.finish(cell, record, resumed and (self.helpers is None or cell.key in self.old))
+
+    def refuse(self, cell: Cell, reason: str) -> None:
+        """A cell cannot be run."""
+        if cell.key not in self.settled:
+            self.settled.add(cell.key)
+            self.progress.refuse(cell, reason)
+
+    def hear(self) -> None:
+        """Take note of what the helpers have done."""
+        if self.helpers is not None:
+            self.helpers.hear()
+
+    def wait(self) -> None:
+        """Until it is worth looking again."""
+        if self.helpers is not None:
+            self.helpers.wait(0.5)
+        else:
+            time.sleep(0.5)
 
 
 class Bench:
@@ -69,6 +138,8 @@ class Bench:
         source: a source to use in place of opening `plan.data` (any torch Dataset, through `come.bench.data.DatasetSource`).
         model: a model to use in place of loading `plan.model`.
         streams: manifests to replay in place of the setting's own streams.
+        jobs: processes that run cells at once, see `automatic_jobs` for None. More than one need a main module that can be
+            imported, as always in Python where processes are started.
 
     Raises:
         ComeError: the device, the model, its checkpoint, the data, the outliers or the source images cannot be used, they do
@@ -85,6 +156,7 @@ class Bench:
         source: Source | None = None,
         model: models.Model | None = None,
         streams: Sequence[Stream] = (),
+        jobs: int | None = 1,
     ) -> None:
         self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
         here = source is not None or plan.data.startswith("glyphs")
@@ -106,13 +178,31 @@ class Bench:
         replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
         self.cells = replayed or cells
         self._made: _Made | None = None
+        self._source_images: Tensor | None = None
         self.refused: dict[str, str] = {}
         """Methods that cannot be run on this model or these streams, and why."""
         self._check_domains()
         self._try_methods()
+        self.jobs = automatic_jobs(self._model.module, self._device, self.cells) if jobs is None else jobs
+        require_int("jobs", self.jobs, 1)
+        self._jobs = ALONE
+        self._source = self._kept(self._source)
+        self._outliers = {spec: self._kept(outliers) for spec, outliers in self._outliers.items()}
 
     def _open(self, spec: str) -> Source:
         return open_source(spec, self._model.preprocess, self._on_bad_image)
+
+    def _kept(self, source: Source) -> Source:
+        """The source with what is decoded kept for later cells; what is in memory is kept once more only for others."""
+        size = max((stream.order[p] for stream in self._streams for p in range(len(stream))), default=0) + 1
+        size = max(size, self.cells[0].size if source is self._source else len(source))
+        if not source.at_hand or (self.jobs > 1 and source.holds is None):
+            severities = range(1, 6) if self.plan.setting == "gradual" else (self.plan.severity or 5,)
+            shifts: list[tuple[str | None, int]] = []
+            shifts += [(name, severity) for name in self.plan.corruptions or () for severity in severities]
+            shifts += [shift for stream in self._streams for shift in stream.shifts]
+            source = Kept(source, size, shifts)
+        return Resident(source, size) if self._device.type == "cuda" else source
 
     def _check_data(self) -> None:
         plan, source, model = self.plan, self._source, self._model
@@ -193,23 +283,56 @@ class Bench:
         Cells that another process is working on are left to it and waited for at the end.
         """
         progress = progress or Progress()
-        done: dict[str, Record] = {}
         waiting = [cell for cell in self.cells if cell.method not in self.refused]
         for cell in self.cells:
             if cell.method in self.refused:
                 progress.refuse(cell, self.refused[cell.method])
         check_space(folder.path, waiting)
+        before = {cell.key: stamp for cell in waiting if fresh and (stamp := folder.stamp(cell)) is not None}
+        under_way = UnderWay(folder, progress, before)
+        count = self.jobs
+        if count > 1:
+            under_way.old = {cell.key for cell in waiting if under_way.record(cell) is not None}
+            count = max(1, min(count, len(waiting) - len(under_way.old)))
+        threads = torch.get_num_threads()
+        share = max(1, threads // count)
         try:
+            if count > 1:
+                self._jobs = Jobs(count, os.getpid())
+                under_way.helpers = Helpers(self, under_way, count - 1, share)
+                torch.set_num_threads(share)
+                waiting = _shared_out(waiting, 0, count)
             while waiting:
-                later = [cell for cell in waiting if not self._try(cell, folder, progress, done, fresh)]
+                later = [cell for cell in waiting if not self._try(cell, under_way)]
                 if len(later) == len(waiting):
-                    time.sleep(0.5)
+                    under_way.wait()
                 waiting = later
         finally:
+            if under_way.helpers is not None:
+                under_way.helpers.close()
+                torch.set_num_threads(threads)
+            self._jobs = ALONE
             self.release()
+        done = under_way.done
         if not done and self.refused:
             raise InputError(next(iter(self.refused.values())))
         return [done[cell.key] for cell in self.cells if cell.key in done]
+
+    def help(self, folder: RunFolder, progress: Progress, before: Mapping[str, Stamp], number: int, jobs: Jobs) -> None:
+        """Run what nobody else has run or is running: what `Helpers` ask of a copy of this bench."""
+        self._jobs, self._workers = jobs, self._workers // jobs.count
+        under_way = UnderWay(folder, progress, before)
+        waiting = [cell for cell in self.cells if cell.method not in self.refused]
+        for cell in _shared_out(waiting, number, jobs.count):
+            self._try(cell, under_way)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: the model by value, or its tensors would be moved to shared memory, under the user's hands."""
+        return vars(self) | {"_made": None, "_source_images": None, "_model": pickle.dumps(self._model)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._model = pickle.loads(state["_model"])
 
     def release(self) -> None:
         """Close the adapter."""
@@ -217,26 +340,30 @@ class Bench:
             self._made.adapter.close()
             self._made = None
 
-    def _try(self, cell: Cell, folder: RunFolder, progress: Progress, done: dict[str, Record], fresh: bool) -> bool:
-        record = None if fresh else folder.record(cell)
+    def _try(self, cell: Cell, under_way: UnderWay) -> bool:
+        """Whether a cell needs no further thought: it is done, now or before, or cannot be."""
+        under_way.hear()
+        if cell.key in under_way.settled:
+            return True
+        record = under_way.record(cell)
         resumed = record is not None
         if record is None:
-            with folder.claim(cell) as mine:
+            with under_way.folder.claim(cell) as mine:
                 if not mine:
                     return False
-                record = None if fresh else folder.record(cell)  # another process may have finished it just now
+                record = under_way.record(cell)  # another process may have finished it just now
                 resumed = record is not None
                 try:
-                    record = record or self._run(cell, folder, progress)
+                    record = record or self._run(cell, under_way)
                 except UnfitError as error:
                     self.refused[cell.method] = str(error)
-                    progress.refuse(cell, str(error))
+                    under_way.refuse(cell, str(error))
                     return True
-        done[cell.key] = record
-        progress.finish(cell, record, resumed)
+        under_way.finish(cell, record, resumed)
         return True
 
-    def _run(self, cell: Cell, folder: RunFolder, progress: Progress) -> Record:
+    def _run(self, cell: Cell, under_way: UnderWay) -> Record:
+        folder, progress = under_way.folder, under_way.progress
         episodes = self.episodes(cell)
         for episode in episodes:
             folder.write_stream(episode.stream)
@@ -253,15 +380,15 @@ class Bench:
             workers=self._workers,
             outliers=None if outliers is None else self._outliers[outliers],
             events=made.events,
-            on_batch=progress.advance,
+            jobs=self._jobs,
+            on_batch=under_way.advance,
         )
         folder.write(record, rows)
         return record
 
     def _make(self, cell: Cell) -> _Made:
         """The adapter for a cell: the last one, as it was when it was made, if it fits; EATA's Fisher matrix costs."""
-        seed = cell.seed if "seed" in get_method(cell.base).hyperparameters() else None
-        key = (*cell.pair, repr(sorted(cell.hyper.items())), seed)
+        key = _adapter_key(cell)
         if self._made is not None and self._made.key != key:
             self.release()
         if self._made is None:
@@ -289,12 +416,63 @@ class Bench:
             name: value for name, value in given.items() if name in known and value is not None
         }
         guard = cell.guard and events is not None and Guard(on_event=events.append)
+        for name in ("precision", "compile", "channels_last"):
+            if (value := getattr(cell, name)) != Cell.model_fields[name].default:
+                arguments[name] = value
         return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **(arguments | cell.hyper))
 
     @property
     def _source_batches(self) -> Iterable[Tensor]:
-        for images in torch.split(self._clean.source_images(self.plan.source_size), 64):
+        found = self._source_images
+        if found is None:
+            found = self._clean.source_images(self.plan.source_size)
+            self._source_images = found if found.numel() <= FEW else None
+        for images in torch.split(found, 64):
             yield self._model.preprocess(images.to(self._device))
+
+
+def automatic_jobs(model: nn.Module, device: torch.device, cells: Sequence[Cell]) -> int:
+    """How many processes run cells at once where nobody says: several for a small model that has enough to do.
+
+    On the CPU as many as torch would use threads, since a small model gains little from a second thread; on a GPU, which one
+    process keeps waiting, up to four, with 4 GB of its memory and two cores for each.
+    """
+    if device.type not in WORTH or sum(p.numel() for p in model.parameters()) > SMALL:
+        return 1
+    work = sum(cell.samples * effort(cell) for cell in cells)
+    most = min(work // WORTH[device.type], psutil.virtual_memory().available // 2**31)
+    if device.type == "cpu":
+        most = min(most, torch.get_num_threads())
+    else:
+        most = min(most, 4, (os.cpu_count() or 1) // 2, torch.cuda.mem_get_info(device)[0] // 2**32)
+    return max(1, int(most))
+
+
+def effort(cell: Cell) -> int:
+    """How much work a sample is, roughly: a backward pass takes as long as two forward passes.
+
+    >>> effort(Cell(method="sar", objective="em", size=1))
+    6
+    """
+    parts = re.findall(r"(\d+)(?:-\d+)?([fb])", get_method(cell.base).cost)
+    return sum(int(count) * {"f": 1, "b": 2}[kind] for count, kind in parts) or 1
+
+
+def _shared_out(cells: Sequence[Cell], number: int, count: int) -> list[Cell]:
+    """The cells in the order of process `number`: those of its own adapters, the longest first, then what others leave."""
+    groups: dict[object, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(_adapter_key(cell), []).append(cell)
+    longest = sorted(groups.values(), key=lambda group: -sum(cell.samples * effort(cell) for cell in group))
+    own = [cell for group in longest[number::count] for cell in group]
+    others = [cell for i, group in enumerate(longest) if i % count != number for cell in group]
+    return own + others[::-1]
+
+
+def _adapter_key(cell: Cell) -> tuple[object, ...]:
+    """The same for cells that can share an adapter."""
+    seed = cell.seed if "seed" in get_method(cell.base).hyperparameters() else None
+    return (*cell.pair, repr(sorted(cell.hyper.items())), seed)
 
 
 def _device(name: str) -> torch.device:
@@ -322,6 +500,7 @@ def run(
     source: Source | None = None,
     model: models.Model | None = None,
     progress: Progress | None = None,
+    jobs: int | None = 1,
 ) -> list[Record]:
     """Run a plan from Python and return its records.
 
@@ -333,6 +512,7 @@ def run(
         source: your own data, e.g. `come.bench.data.DatasetSource(dataset, num_classes=10, name="mine")`.
         model: your own model, `come.bench.models.Model(name, module, preprocess, num_classes)`.
         progress: who watches.
+        jobs: processes that run cells at once; None chooses, see `automatic_jobs`.
 
     Example:
         >>> import tempfile
@@ -341,4 +521,6 @@ def run(
         >>> records[0].result.samples
         64
     """
-    return Bench(plan, device=device, workers=workers, source=source, model=model).run(RunFolder(out), progress)
+    return Bench(plan, device=device, workers=workers, source=source, model=model, jobs=jobs).run(
+        RunFolder(out), progress
+    )

@@ -47,7 +47,10 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
     judged = [value for value in x.per_sample() if value.is_floating_point() and value.ndim >= 2]
     if not judged:
         return x, torch.ones(x.size, dtype=torch.bool, device=_device(x)), history
-    sizes = torch.stack([_magnitude(value.detach()) for value in judged]).amax(dim=0).to(history)
+    sizes = _magnitude(judged[0].detach())
+    for value in judged[1:]:
+        sizes = torch.maximum(sizes, _magnitude(value.detach()).to(sizes))
+    sizes = sizes.to(history)
     finite = sizes.isfinite()
     middle = _median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
     history = torch.cat([history[1:], torch.where(middle.isnan(), history[-1], middle)[None]])
@@ -58,6 +61,8 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
 
 def _median(values: Tensor) -> Tensor:
     """Median (0-d) of the entries that are not NaN; NaN if there are none. `torch.nanmedian` waits for a GPU."""
+    if values.device.type == "cpu":
+        return values.nanmedian()
     ordered = values.sort().values  # NaN last
     middle = ((~values.isnan()).sum() - 1).clamp_min(0) // 2
     return ordered.gather(0, middle.view(1))[0]
@@ -72,9 +77,11 @@ def _magnitude(value: Tensor) -> Tensor:
     flat = exact(value).flatten(1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
-    low, high = flat.amin(dim=1), flat.amax(dim=1)
+    low, high = torch.aminmax(flat, dim=1)
     found = torch.maximum(high, -low)
-    if value.ndim in (2, 3, 4):  # an additive attention mask: zeros, and -inf or the like
+    on_host = value.device.type == "cpu"  # where looking costs nothing
+    if value.ndim in (2, 3, 4) and not (on_host and bool((low >= -1e4).all())):
+        # an additive attention mask: zeros, and -inf or the like
         mask = ((flat == 0) | (flat <= -1e4)).all() & (low < -1e4).any()
         found = torch.where(mask, 0, found)
     return found
@@ -82,6 +89,8 @@ def _magnitude(value: Tensor) -> Tensor:
 
 def _replaced(x: Inputs, valid: Tensor) -> Inputs:
     """The batch with the first valid sample in the place of each invalid one; zeros if there is none."""
+    if valid.device.type == "cpu" and bool(valid.all()):  # where looking costs nothing
+        return x
     good, some = valid.to(torch.uint8).argmax().view(1), valid.any()
     size = x.size
 

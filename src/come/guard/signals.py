@@ -13,8 +13,9 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from come.inputs import exact
+from come.inputs import answered, exact
 from come.objectives import Objective
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
@@ -22,6 +23,51 @@ LOW = {"entropy", "uncertainty"}
 """A collapse lies below the band of these, and above that of the others."""
 FIRST = 3
 """Rows that the middle of a band comes from: the weights have hardly moved by then."""
+
+
+def observe(
+    objective: Objective,
+    logits: Tensor,
+    valid: Tensor,
+    ok: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    closely: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported: (9,) float64.
+
+    Args:
+        objective: whose entropy and uncertainty.
+        logits: (B, K).
+        valid: (B,) bool, which samples could be put to the model.
+        ok: 0-d bool, whether the update was sound so far.
+        weights: (P,) adapted.
+        source: (P,) of the source.
+        closely: whether to look for probabilities, too.
+    """
+    usable, counts = look(logits, valid, closely)
+    # Where nobody has an answer the method is not to blame, but nothing may be learned from it either.
+    ok = ok & (counts[1] == 0)
+    signals = measure(objective, logits, usable, weights, source)
+    return usable, ok, torch.cat([ok[None].to(signals), counts.to(signals), signals])
+
+
+def look(logits: Tensor, valid: Tensor, closely: bool) -> tuple[Tensor, Tensor]:
+    """Which samples have a usable answer (B,); and how many are invalid, how many unanswered, and whether these are
+    probabilities: (3,).
+
+    Args:
+        logits: (B, K).
+        valid: (B,) bool, which samples could be put to the model.
+        closely: whether to look for probabilities, too.
+    """
+    usable = valid & answered(logits)
+    counts = torch.stack([~valid, valid & ~usable]).sum(dim=1).to(exact(logits).dtype)
+    if not closely:
+        return usable, F.pad(counts, (0, 1))
+    z = exact(logits)
+    probabilities = (z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all()
+    return usable, torch.cat([counts, probabilities.to(counts)[None]])
 
 
 def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
@@ -37,12 +83,14 @@ def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tenso
     z = exact(logits)
     count = usable.sum().clamp_min(1)
     mass = objective.log_mass(z)  # once for entropy and u
-    entropy = -(mass.exp() * mass).sum(dim=1)
-    doubt = mass[:, -1].exp() if mass.shape[1] > z.shape[1] else 1 - mass.amax(dim=1).exp()
+    chances = mass.exp()
+    entropy = -(chances * mass).sum(dim=1)
+    doubt = chances[:, -1] if mass.shape[1] > z.shape[1] else 1 - chances.amax(dim=1)
     size = torch.linalg.vector_norm(z.masked_fill(z.isneginf(), 0), dim=1)
-    means = [torch.where(usable, v, 0).sum() / count for v in (entropy, doubt, size)]
+    means = torch.where(usable, torch.stack([entropy, doubt, size.to(entropy)]), 0).sum(dim=1) / count
+    most = votes(z, usable).max() / count
     distance = torch.linalg.vector_norm(weights - source)
-    return torch.stack([v.double() for v in (votes(z, usable).max() / count, *means, distance)])
+    return torch.cat([most[None], means.double(), distance.double()[None]])
 
 
 def votes(logits: Tensor, usable: Tensor) -> Tensor:

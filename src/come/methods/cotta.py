@@ -66,6 +66,7 @@ class CoTTA(Method):
 
     name = "cotta"
     needs = "images"
+    waits = "whether views are needed is decided for each batch"
     cost = "3-35f 1b"
     paper_lr = (1e-3, 1e-2)
     select: Selector = layers()

@@ -87,19 +87,21 @@ class DeYO(Method):
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, destroy the shape and predict again; then one step on what depended on it."""
         images = x.image("deyo")
-        logits = ctx.forward(x)
+        logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         scale = math.log(logits.shape[1])
         sure = ctx.valid & (entropy.detach() < self.limit * scale)
         with torch.no_grad():
             shuffled = x.with_image((self.shuffle or self._shuffled)(images, ctx.generator))
             statistics = None if ctx.share is None else by_selection(sure, ctx.share)
-            destroyed = ctx.forward(shuffled, statistics=statistics)
+            destroyed = ctx.forward_where(shuffled, sure, statistics=statistics)
         label = logits.argmax(dim=1, keepdim=True)
         drop = (_probability(logits.detach(), label) - _probability(destroyed, label)).squeeze(1)
         used = sure & (drop > self.drop)
         weight = (self.margin * scale - entropy.detach()).exp() + drop.exp()
-        ctx.descend(masked_mean(weight * entropy, used), go=used.any())
+        again = ctx.again(x, used, logits)
+        loss = weight * (entropy if again is None else self.objective.entropy(again))
+        ctx.descend(masked_mean(loss, used), go=used.any())
         return Step(logits, entropy, used)
 
     def _shuffled(self, images: Tensor, generator: torch.Generator) -> Tensor:

@@ -76,7 +76,7 @@ class EATA(Method):
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, filter, then one step down the weighted entropy plus the anti-forgetting term."""
-        logits = ctx.forward(x)
+        logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
         probability = exact(logits.detach()).softmax(dim=1)
@@ -86,7 +86,8 @@ class EATA(Method):
         used = ctx.valid & (entropy < margin) & ~redundant
         weight = (margin - entropy.detach()).exp()
         some = used.any()
-        loss = masked_mean(weight * entropy, used)
+        again = ctx.again(x, used, logits)
+        loss = masked_mean(weight * (entropy if again is None else self.objective.entropy(again)), used)
         if self.beta:
             loss = loss + self.beta * (ctx.fixed["fisher"] * (ctx.weights - ctx.source).square()).sum()
         ctx.descend(loss, go=some)

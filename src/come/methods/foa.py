@@ -84,6 +84,7 @@ class FOA(Method):
 
     name = "foa"
     needs = "source, a ViT"
+    waits = "CMA-ES runs on the CPU"
     cost = "28f"
     descends = False
     batch_statistics = False

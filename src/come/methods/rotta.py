@@ -70,6 +70,7 @@ class RoTTA(Method):
 
     name = "rotta"
     needs = "images"
+    waits = "which sample enters the memory depends on the one before it"
     cost = "3f 1b"
     batch_statistics = False
     paper_lr = (1e-3, 1e-3)

@@ -74,14 +74,15 @@ class SAR(Method):
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, climb, then descend from there; recover if the loss has become too small to be true."""
-        logits = ctx.forward(x)
+        logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
         reliable = ctx.valid & (entropy < margin)
-        slope = ctx.gradient(masked_mean(entropy, reliable))
+        again = ctx.again(x, reliable, logits)
+        slope = ctx.gradient(masked_mean(entropy if again is None else self.objective.entropy(again), reliable))
         climbed = leaf(ctx.weights + slope * (self.rho / (torch.linalg.vector_norm(slope) + 1e-12)))
 
-        perturbed = self.objective.entropy(ctx.forward(x, climbed))
+        perturbed = self.objective.entropy(ctx.forward_where(x, reliable, climbed))
         used = reliable & (perturbed < margin)
         loss = masked_mean(perturbed, used)
         some = used.any()

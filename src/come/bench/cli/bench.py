@@ -13,7 +13,19 @@ from rich.table import Table as RichTable
 
 from come.bench import Bench, Plan, RunFolder
 from come.bench.cell import HOW, WHAT
-from come.bench.cli.options import WHERE, Config, Debug, Device, DryRun, OnBadImage, Out, Workers, from_toml, with_plan
+from come.bench.cli.options import (
+    WHERE,
+    Config,
+    Debug,
+    Device,
+    DryRun,
+    Jobs,
+    OnBadImage,
+    Out,
+    Workers,
+    from_toml,
+    with_plan,
+)
 from come.bench.cli.watch import run_watched, say_refused, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
@@ -42,6 +54,7 @@ def bench(
     on_bad_image: OnBadImage = "raise",
     device: Device = "cpu",
     workers: Workers = None,
+    jobs: Jobs = None,
     out: Out = None,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", rich_help_panel=WHERE, help="Keep finished cells, or run all again.")
@@ -61,6 +74,7 @@ def bench(
         plan,
         device=device,
         workers=workers,
+        jobs=jobs,
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
         streams=[Stream.load(path) for path in stream or ()],
     )

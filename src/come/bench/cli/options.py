@@ -27,6 +27,14 @@ Workers = Annotated[
         rich_help_panel=WHERE, help="Processes that decode images. \\[0 for glyphs, else up to 4]", show_default=False
     ),
 ]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        rich_help_panel=WHERE,
+        help="Processes that run cells at once. \\[for small models one per core, else 1]",
+        show_default=False,
+    ),
+]
 OnBadImage = Annotated[
     str, typer.Option(rich_help_panel=WHERE, help="[bold]raise[/] names the file; [bold]skip[/] counts it.")
 ]

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 
 from come.bench import Bench, Plan, RunFolder, paper
 from come.bench.cli.bench import show_grid
-from come.bench.cli.options import Debug, Device, DryRun, OnBadImage, Out, Workers, with_plan
+from come.bench.cli.options import Debug, Device, DryRun, Jobs, OnBadImage, Out, Workers, with_plan
 from come.bench.cli.watch import run_watched, show_results
 from come.bench.paper.agreement import Comparison, compare
 from come.bench.paper.experiments import EXPERIMENTS, Experiment, comparable, get
@@ -30,6 +30,7 @@ def reproduce(
     on_bad_image: OnBadImage = "raise",
     device: Device = "cpu",
     workers: Workers = None,
+    jobs: Jobs = None,
     out: Out = None,
     dry_run: DryRun = False,
     debug: Debug = False,
@@ -45,7 +46,7 @@ def reproduce(
         return
     experiment = get(name)
     plan = experiment.plan(full=full, **typed(given))
-    bench = Bench(plan, device=device, workers=workers, on_bad_image=on_bad_image)  # type: ignore[arg-type]
+    bench = Bench(plan, device=device, workers=workers, jobs=jobs, on_bad_image=on_bad_image)  # type: ignore[arg-type]
     path = out or Path("runs") / f"reproduce-{name}-{plan.slug}"
     if dry_run:
         show_grid(console, bench, path)

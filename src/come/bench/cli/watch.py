@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,14 +11,13 @@ from types import FrameType
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
 from come.bench.report import results_table, to_rich, write_html, write_report
-from come.bench.runner import Progress
+from come.bench.runner import Progress, effort
 from come.bench.statistics import Verdicts, verdicts
-from come.methods import get as get_method
 
 
 def run_watched(console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False) -> list[Record]:
@@ -55,16 +53,6 @@ def show_results(
     return judged
 
 
-def effort(cell: Cell) -> int:
-    """How much work a sample is, roughly: a backward pass takes as long as two forward passes.
-
-    >>> effort(Cell(method="sar", objective="em", size=1))
-    6
-    """
-    parts = re.findall(r"(\d+)(?:-\d+)?([fb])", get_method(cell.base).cost)
-    return sum(int(count) * {"f": 1, "b": 2}[kind] for count, kind in parts) or 1
-
-
 class Watch(Progress):
     """Shows the table as it fills and the time left; where the output is no terminal, a line per finished cell."""
 
@@ -83,7 +71,7 @@ class Watch(Progress):
             speed_estimate_period=600,
         )
         self.all = self.bar.add_task(f"0 of {len(cells)} cells", total=sum(map(self._work, cells)))
-        self.one = self.bar.add_task("", total=None, visible=False)
+        self.one = self.row()
         self.live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._view)
 
     def __enter__(self) -> Watch:
@@ -120,11 +108,19 @@ class Watch(Progress):
         """Of a whole cell, in the unit of the bar."""
         return cell.samples * effort(cell)
 
+    def row(self) -> TaskID:
+        """A bar for one cell after the other."""
+        return self.bar.add_task("", total=None, visible=False)
+
+    def show(self, row: TaskID, cell: Cell, samples: int) -> float:
+        """Begin a bar; returns how much of all work a sample of the cell is."""
+        name = f"{cell.method} + {cell.objective}, {', '.join(cell.corruptions)}, seed {cell.seed}"
+        self.bar.reset(row, description=name[:40], total=samples, visible=True)
+        return self._work(cell) / max(samples, 1)
+
     def start(self, cell: Cell, samples: int) -> None:
         """Show what runs now."""
-        name = f"{cell.method} + {cell.objective}, {', '.join(cell.corruptions)}, seed {cell.seed}"
-        self.bar.reset(self.one, description=name[:40], total=samples, visible=True)
-        self.share = self._work(cell) / max(samples, 1)
+        self.share = self.show(self.one, cell, samples)
 
     def advance(self, samples: int) -> None:
         """Move the bars."""
@@ -132,6 +128,10 @@ class Watch(Progress):
             raise KeyboardInterrupt
         self.bar.advance(self.one, samples)
         self.bar.advance(self.all, samples * self.share)
+
+    def beside(self) -> Progress:
+        """A bar of its own for what runs in another process."""
+        return _Beside(self)
 
     def refuse(self, cell: Cell, reason: str) -> None:
         """Count it as nothing to do."""
@@ -153,3 +153,17 @@ class Watch(Progress):
             self.console.print(
                 f"{count} {cell.method} + {cell.objective}, seed {cell.seed}: {found}{note}", markup=False
             )
+
+
+class _Beside(Progress):
+    """The bar of another process."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.one, self.share = watch, watch.row(), 0.0
+
+    def start(self, cell: Cell, samples: int) -> None:
+        self.share = self.watch.show(self.one, cell, samples)
+
+    def advance(self, samples: int) -> None:
+        self.watch.bar.advance(self.one, samples)
+        self.watch.bar.advance(self.watch.all, samples * self.share)

@@ -31,6 +31,8 @@ class CifarCSource(Source):
         tensor([7])
     """
 
+    at_hand = True
+
     def __init__(self, name: str, path: str, num_classes: int) -> None:
         self.name, self.num_classes = name, num_classes
         self.root = data_folder(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ MAX_IMAGES = 1_000_000
 
 class _Drawn(Source):
     _data: Glyphs | GlyphOutliers
+    at_hand = True
 
     @cached_property
     def _kept(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,6 +27,9 @@ class _Drawn(Source):
         size = len(self)
         images = torch.empty(size, 3, SIDE, SIDE, dtype=torch.uint8)
         return images, torch.empty(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_kept"}  # another process draws its own
 
     def __len__(self) -> int:
         """Number of samples."""

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from come.bench.data.source import Loaded, Source
+from come.bench.data.store import Kept, Resident
 from come.bench.data.streams import OUTLIER, Stream
 from come.corruptions import corrupt
 from come.errors import ComeError, InputError
+
+CHUNK = 1024
+"""Samples that are corrupted at once, at most: small images keep a GPU busy only if they are many."""
+CHUNK_VALUES = {"cpu": 2**19, "cuda": 2**24}
+"""Of a chunk, unless a batch has more: what stays in a cache, or takes little of a GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +46,44 @@ class Account:
     waited: float = 0.0
 
 
-class _Chunks(Dataset["tuple[Loaded, Tensor] | ComeError"]):
+def _host(source: Source) -> Source:
+    return source.source if isinstance(source, Resident) else source
+
+
+class _Loading(Dataset["tuple[Loaded, Tensor] | ComeError"]):
     """The stream cut into batches; a worker loads a whole one, in the order of the stream, and says of what kind each is."""
 
     def __init__(self, source: Source, stream: Stream, batch_size: int, outliers: Source | None) -> None:
         self.source, self.stream, self.batch_size, self.outliers = source, stream, batch_size, outliers
+
+    def at_hand(self) -> bool:
+        """Whether no image of the stream is left to decode, or none to bring to the device."""
+        stream = self.stream
+        wanted: dict[int, set[int]] = {}
+        for place, index in enumerate(stream.order):
+            wanted.setdefault(stream.kind(place), set()).add(index)
+        for kind, indices in wanted.items():
+            source = self.outliers if kind == OUTLIER else self.source
+            shift = (None, 5) if kind == OUTLIER else stream.shifts[kind]
+            if not isinstance(source, (Kept, Resident)) or not source.holds_all(list(indices), *shift):
+                return False
+        return True
+
+    def on_host(self) -> _Loading:
+        """The same without what is on a device, which only the process that put it there can read."""
+        outliers = None if self.outliers is None else _host(self.outliers)
+        return _Loading(_host(self.source), self.stream, self.batch_size, outliers)
 
     def __len__(self) -> int:
         return -(-len(self.stream) // self.batch_size)
 
     def __getitem__(self, i: int) -> tuple[Loaded, Tensor] | ComeError:
         try:
-            return self._chunk(i)
+            return self._batch(i)
         except ComeError as error:  # raised by whoever gets it: a worker would put its whole traceback into the message
             return error
 
-    def _chunk(self, i: int) -> tuple[Loaded, Tensor]:
+    def _batch(self, i: int) -> tuple[Loaded, Tensor]:
         stream = self.stream
         places = range(i * self.batch_size, min((i + 1) * self.batch_size, len(stream)))
         parts: list[Loaded] = []
@@ -65,9 +95,12 @@ class _Chunks(Dataset["tuple[Loaded, Tensor] | ComeError"]):
             parts.append(loaded)
             kinds += [kind] * len(loaded.labels)
             where += _places(chosen, [stream.order[p] for p in chosen], loaded.indices.tolist())
+        if len(parts) == 1:
+            return parts[0], torch.tensor(kinds, dtype=torch.int64)
         back = torch.tensor(where, dtype=torch.int64).argsort()
+        images = torch.cat([part.images for part in parts])
         loaded = Loaded(
-            torch.cat([part.images for part in parts])[back],
+            images[back.to(images.device)],
             torch.cat([part.labels for part in parts])[back],
             torch.cat([part.indices for part in parts])[back],
             sum(part.bad for part in parts),
@@ -109,34 +142,112 @@ def batches(
     if outliers is None and OUTLIER in stream.kinds:
         raise InputError(f"the stream has outliers of {stream.outliers!r}; pass their source as `outliers`")
     return _batches(
-        _Chunks(source, stream, batch_size, outliers), preprocess, torch.device(device), workers, account or Account()
+        _Loading(source, stream, batch_size, outliers), preprocess, torch.device(device), workers, account or Account()
     )
 
 
 def _batches(
-    chunks: _Chunks, preprocess: Callable[[Tensor], Tensor], device: torch.device, workers: int, account: Account
+    loading: _Loading, preprocess: Callable[[Tensor], Tensor], device: torch.device, workers: int, account: Account
 ) -> Iterator[Batch]:
-    loader = DataLoader(
-        chunks,
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        pin_memory=device.type == "cuda",
-    )
+    """Chunk by chunk; the next one is made when the first batch of the last has been taken, beside what follows on a GPU."""
+    chunks = _chunks(loading, device, workers, account)
+    side = _side(device) if device.type == "cuda" else None
+    following = _made(loading, chunks, device, side)
+    while following is not None:
+        made, ready = following
+        following = None
+        if side is not None and ready is not None:
+            torch.cuda.current_stream(device).wait_event(ready)
+        for number, (images, labels, loaded, kinds) in enumerate(made):
+            if side is not None:
+                images.record_stream(torch.cuda.current_stream(device))
+                labels.record_stream(torch.cuda.current_stream(device))
+            yield Batch(preprocess(images), labels, loaded.indices, kinds)
+            if number == 0:
+                following = _made(loading, chunks, device, side)
+
+
+@lru_cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for data: each takes memory of its own for matrix products."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_Chunk = list[tuple[Loaded, Tensor]]
+"""Batches, and of what kinds their samples are."""
+_Made = tuple[list[tuple[Tensor, Tensor, Loaded, Tensor]], "torch.cuda.Event | None"]
+"""Batches with their images, corrupted, and labels on the device; and when they are there."""
+
+
+def _chunks(loading: _Loading, device: torch.device, workers: int, account: Account) -> Iterator[_Chunk]:
+    """The batches of a stream, several at a time; the first ones come sooner than many would."""
+    if device.type == "cuda" and not loading.at_hand():
+        loading = loading.on_host()
+    batches: Iterable[tuple[Loaded, Tensor] | ComeError] = map(loading.__getitem__, range(len(loading)))
+    if workers and not loading.at_hand():
+        pinned = device.type == "cuda"
+        batches = DataLoader(loading, batch_size=None, num_workers=workers, prefetch_factor=4, pin_memory=pinned)
+    chunk: _Chunk = []
+    size = most = 1
     since = time.perf_counter()
-    for chunk in loader:
-        if isinstance(chunk, ComeError):
-            raise chunk
-        loaded, kinds = chunk
+    for found in batches:
+        if isinstance(found, ComeError):
+            raise found
+        loaded, kinds = found
         account.waited += time.perf_counter() - since
         account.bad += loaded.bad
         if len(loaded.labels):
-            images = loaded.images.to(device, non_blocking=True)
-            if chunks.source.holds is None:
-                images = _corrupted(images, chunks.stream, loaded.indices, kinds)
-            labels = loaded.labels.to(device, non_blocking=True)
-            yield Batch(preprocess(images), labels, loaded.indices, kinds)
+            chunk.append((loaded, kinds))
+            values = CHUNK_VALUES.get(device.type, CHUNK_VALUES["cpu"]) // loaded.images[0].numel()
+            most = max(1, min(CHUNK, values) // loading.batch_size)
+        if len(chunk) >= min(size, most):
+            yield chunk
+            chunk, size = [], 2 * size
         since = time.perf_counter()
+    if chunk:
+        yield chunk
+
+
+def _made(
+    loading: _Loading, chunks: Iterator[_Chunk], device: torch.device, side: torch.cuda.Stream | None
+) -> _Made | None:
+    """The next chunk, on the device; on a GPU by a stream of its own."""
+    with nullcontext() if side is None else torch.cuda.stream(side):
+        chunk = next(chunks, None)
+        if chunk is None:
+            return None
+        made = []
+        alike = len({loaded.images.shape[1:] for loaded, _ in chunk}) == 1
+        for part in [chunk] if alike else [[batch] for batch in chunk]:
+            images = torch.cat([_there(loading, loaded, kinds, device) for loaded, kinds in part])
+            labels = torch.cat([loaded.labels for loaded, _ in part])
+            sizes = [len(loaded.labels) for loaded, _ in part]
+            if loading.source.holds is None:
+                indices = torch.cat([loaded.indices for loaded, _ in part])
+                images = _corrupted(images, loading.stream, indices, torch.cat([kinds for _, kinds in part]))
+            found = zip(torch.split(images, sizes), torch.split(_moved(labels, device), sizes), part, strict=True)
+            made += [(image, label, loaded, kinds) for image, label, (loaded, kinds) in found]
+        return made, None if side is None else side.record_event()
+
+
+def _there(loading: _Loading, loaded: Loaded, kinds: Tensor, device: torch.device) -> Tensor:
+    """The images of a batch on the device, where they stay if there is room."""
+    if loaded.images.device.type == device.type:
+        return loaded.images
+    images = _moved(loaded.images, device)
+    for kind in sorted(set(kinds.tolist())):
+        source = loading.outliers if kind == OUTLIER else loading.source
+        if isinstance(source, Resident):
+            chosen = (kinds == kind).nonzero()[:, 0]
+            shift = (None, 5) if kind == OUTLIER else loading.stream.shifts[kind]
+            part = images if len(chosen) == len(images) else images[_moved(chosen, device)]
+            source.keep(part, loaded.labels[chosen], loaded.indices[chosen], *shift)
+    return images
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, without a wait."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def _places(chosen: list[int], asked: list[int], got: list[int]) -> list[int]:
@@ -157,8 +268,10 @@ def _corrupted(images: Tensor, stream: Stream, indices: Tensor, kinds: Tensor) -
         if corruption is None or not len(chosen):
             continue
         if len(chosen) == len(images):
-            return corrupt(images, corruption, severity, seed=stream.seed, index=indices)
-        there = chosen.to(images.device)
-        part = corrupt(images[there], corruption, severity, seed=stream.seed, index=indices[chosen])
+            return corrupt(images, corruption, severity, seed=stream.seed, index=_moved(indices, images.device))
+        there = _moved(chosen, images.device)
+        part = corrupt(
+            images[there], corruption, severity, seed=stream.seed, index=_moved(indices[chosen], images.device)
+        )
         images = images.index_copy(0, there, part)
     return images

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from come.bench.data.preprocess import Preprocess, pixels
 from come.errors import InputError
@@ -40,6 +40,8 @@ class Source(ABC):
     """Corruptions that are in the files already; None for clean images, which are corrupted on the fly."""
     severities: Mapping[str, tuple[int, ...]] = {}
     """Of each corruption in `holds`, those that are there."""
+    at_hand: bool = False
+    """Whether images are in memory already, or mapped: nothing is gained by keeping them once more."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -109,6 +111,7 @@ class DatasetSource(Source):
         preprocess: Preprocess | None = None,
     ) -> None:
         self.name, self.num_classes, self._data, self._preprocess = name, num_classes, dataset, preprocess
+        self.at_hand = isinstance(dataset, (list, tuple, TensorDataset))
         if not len(dataset):  # type: ignore[arg-type]
             raise InputError(f"the data set {name} is empty")
 

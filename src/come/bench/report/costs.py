@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from come.bench.record import Record
+from come.bench.record import Machine, Record
 
 LOAD = 0.5
 """Cores that others may keep busy more in one measurement than in another."""
@@ -53,6 +53,7 @@ def unlike(groups: Iterable[Sequence[Record]]) -> str:
     for name, values in (
         ("devices", {m.device for m in machines}),
         ("numbers of threads", {str(m.threads) for m in machines}),
+        ("numbers of processes", {str(m.jobs) for m in machines}),
     ):
         if len(values) > 1:
             return f"they ran on different {name}: {', '.join(sorted(values))}"
@@ -68,6 +69,11 @@ def _load(group: Sequence[Record]) -> float:
     if not seconds:
         return max(record.machine.load for record in group)
     return sum(record.machine.load * record.result.seconds for record in group) / seconds
+
+
+def threads(machine: Machine) -> str:
+    """How much of the machine a cell was given, in words."""
+    return f"{machine.threads} threads" + (f", {machine.jobs} processes at once" if machine.jobs > 1 else "")
 
 
 def unit_of_time(found: Mapping[tuple[str, str], Cost]) -> tuple[float, str]:

@@ -23,7 +23,7 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
-from come.bench.report.costs import by_pair, cost, unit_of_time, unlike
+from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
 from come.bench.report.findings import NAMES, changes, collapses, extremes, headline, missing, recoveries
 from come.bench.report.reading import Piece, Reading, read
@@ -229,7 +229,7 @@ def _setup(records: Sequence[Record], command: Sequence[str]) -> Context:
         "learning rates": [f"{' + '.join(r.cell.pair)} {r.result.lr:g}" for r in records if r.result.lr is not None],
         "hyperparameters": [f"{r.cell.method} {k}={v}" for r in records for k, v in r.cell.hyper.items()]
         or ["defaults"],
-        "device": [f"{m.device}, {m.threads} threads" for m in machines],
+        "device": [f"{m.device}, {threads(m)}" for m in machines],
         "cores that other programs kept busy": [f"{min(loads):g} to {max(loads):g}" if len(loads) > 1 else loads[0]],
         "versions": [", ".join(f"{k} {v}" for k, v in m.versions.items()) for m in machines],
         "images that could not be read": [sum(r.result.bad_images for r in records)],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from come.bench.record import Record
 from come.bench.report.configurations import one_configuration
-from come.bench.report.costs import by_pair, cost, unlike
+from come.bench.report.costs import by_pair, cost, threads, unlike
 from come.bench.report.findings import NAMES, changes, headline
 from come.bench.report.formats import plain_markdown, to_markdown
 from come.bench.report.tables import Verdicts, results_table
@@ -82,9 +82,7 @@ def write_report(
         "## Made with",
         "",
         *([f"    {shlex.join(command)}".replace("\n", "\n    "), ""] if command else []),
-        plain_markdown(
-            f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {machine.threads} threads."
-        ),
+        plain_markdown(f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {threads(machine)}."),
         "",
         "The files in `cells/` hold the record of each cell and a row for every sample; `streams/` holds their order.",
     ]

@@ -1,0 +1,288 @@
+"""Steps that are compiled and, on a GPU, replayed as one CUDA graph.
+
+The first shape of batch is compiled at once, another one when it comes for the second time in a row: a last batch that is
+smaller runs as it is. On a GPU the whole step is then captured: model, objective, selection, backward, optimizer, signals of
+the guard and roll-back. A step is a function of what there was before, so a replay copies that into the graph's own memory,
+runs, and copies what came out: nothing outside knows that there is a graph.
+
+What cannot be captured, since it waits for the device or asks for the number of the batch, says so once and runs without a
+graph, on the compiled model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from come.errors import ComeError
+from come.inputs import Inputs
+from come.method import NotCapturable, Written, undo
+from come.transition import After, Before, How, Transition
+
+SHAPES = 8
+"""Shapes of batch that are compiled; more run as they are."""
+
+Running = Callable[[Callable[[], After]], After]
+"""Runs a function while the model is borrowed."""
+
+
+class Steps:
+    """The steps of one adapter: as they are, compiled, or captured.
+
+    Args:
+        step: what computes one.
+    """
+
+    def __init__(self, step: Transition) -> None:
+        self._step = step
+        self._last: Any = None
+        """The shape of the batch before."""
+        self._shapes: set[Any] = set()
+        self._graphs: dict[Any, Captured] = {}
+        self._pool: Any = None
+        self._said: set[str] = set()
+        self._works = self._capture = True
+        """Whether `torch.compile` works on this model, and whether a step can be captured, as far as is known."""
+
+    def run(self, how: How, before: Before, x: Inputs, count: int, running: Running) -> After:
+        """One step."""
+        step = self._step
+        if not step.model.mode.plain and not step.model.fresh():
+            self._forget()
+
+        def compute() -> After:
+            step.seed(count)
+            return step(how, before, x, count)
+
+        if not (step.model.mode.compile and self._works and self._compiles(x)):
+            return running(compute)
+        if not self._captures(before, x):
+            return self._compiled(compute, running)
+        key = signature((how, before, x, _autocast()))
+        try:
+            if key not in self._graphs:
+                self._graphs[key] = self._captured(how, before, x, running)
+        except NotCapturable as reason:
+            self._say(f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
+            self._capture = False
+            return self._compiled(compute, running)
+        step.seed(count)
+        return self._graphs[key].replay(before, x, step.written)
+
+    def _forget(self) -> None:
+        """The model was moved, cast or loaded: what was compiled is of another one."""
+        self._graphs.clear()
+        self._shapes.clear()
+        self._last = None
+
+    def _compiles(self, x: Inputs) -> bool:
+        """Whether this batch is of the first shape, or of one that has come twice in a row."""
+        shape = signature(x)
+        due, self._last = self._last in (None, shape), shape
+        if due and shape not in self._shapes:
+            if len(self._shapes) < SHAPES:
+                self._shapes.add(shape)
+            else:
+                self._say(f"{SHAPES} shapes of batch are compiled; others run as they are: pad batches to few sizes")
+        return shape in self._shapes
+
+    def _captures(self, before: Before, x: Inputs) -> bool:
+        device = self._step.model.device
+        if not self._capture or device.type != "cuda" or before.state is None:
+            return False
+        if self._step.method.waits:
+            self._say(f"the step is not one CUDA graph: {self._step.method.waits}; its model is compiled all the same")
+            self._capture = False
+        elsewhere = [t for t in leaves((before, x)) if t.device != device]
+        return self._capture and not elsewhere
+
+    def _compiled(self, step: Callable[[], After], running: Running) -> After:
+        """A step with the compiled model; if it cannot be compiled, as it is."""
+        model = self._step.model
+        model.compiled = True
+        try:
+            return running(step)
+        except ComeError:
+            raise
+        except Exception as error:
+            if not _by_compiler(error):
+                raise
+            undo(self._step.written)
+            self._say(
+                f"torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}); not compiled"
+            )
+            self._works = False
+            model.compiled = False
+            return running(step)
+        finally:
+            model.compiled = False
+
+    def _captured(self, how: How, before: Before, x: Inputs, running: Running) -> Captured:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return Captured(self._step, how, before, x, lambda f: self._compiled(f, running), self._pool)
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"compile=True, {self._step.method.name}: {what}", stacklevel=5)
+
+
+def _by_compiler(error: Exception) -> bool:
+    """Whether it comes from torch.compile, and not from the model."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+class Captured:
+    """A step as a CUDA graph, with memory of its own for what goes in and what comes out.
+
+    Args:
+        step: what is captured.
+        how: what the host has decided.
+        before: what the step begins with; an example.
+        x: a batch; an example.
+        running: runs a function while the model is borrowed.
+        pool: memory that all graphs of an adapter share, since one runs at a time.
+    """
+
+    def __init__(self, step: Transition, how: How, before: Before, x: Inputs, running: Running, pool: Any) -> None:
+        self._given: tuple[Before, Inputs] = (before, x)
+
+        def compute() -> After:
+            given = self._given
+            return running(lambda: step(how, given[0], given[1], None))
+
+        aside = torch.cuda.Stream(step.model.device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            compute()  # compiles, and waits
+            overwritten = {id(entry) for entry, _, _ in step.written}
+            undo(step.written)
+            for _ in range(3):  # another thread may have waited
+                with noticing_waits() as waits:
+                    compute()
+                undo(step.written)
+                if not waits:
+                    break
+        torch.cuda.current_stream().wait_stream(aside)
+        if waits:
+            raise NotCapturable(f"it waits for the device ({waits[0]})")
+        torch.cuda.empty_cache()  # the graph has memory of its own: what the steps so far have used is free
+        # What a method overwrites in place is not copied: TEA's buffer takes gigabytes.
+        self._given = cast(
+            "tuple[Before, Inputs]",
+            like((before, x), [t if id(t) in overwritten else t.clone() for t in leaves((before, x))]),
+        )
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.register_generator_state(step.generator)
+        with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
+            self._after = compute()
+        self._written: list[Written] = list(step.written)
+        step.written.clear()
+
+    def replay(self, before: Before, x: Inputs, written: list[Written]) -> After:
+        """The step, for these."""
+        given = leaves((before, x))
+        own = leaves(self._given)
+        with torch.no_grad():
+            for mine, theirs in zip(own, given, strict=True):
+                if mine is not theirs:
+                    mine.copy_(theirs)
+            written.extend(self._written)
+            self._graph.replay()
+            unchanged = {id(mine): theirs for mine, theirs in zip(own, given, strict=True)}
+            overwritten = {id(entry) for entry, _, _ in self._written}
+            found = [
+                t if id(t) in overwritten else unchanged[id(t)] if id(t) in unchanged else t.clone()
+                for t in leaves(self._after)
+            ]
+        return cast(After, like(self._after, found))
+
+
+@contextmanager
+def noticing_waits() -> Iterator[list[str]]:
+    """Collects what waits for the device."""
+    found: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in seen:
+        if "synchroniz" in str(warning.message) and "prototype" not in str(warning.message):
+            found.append(f"{warning.filename.rpartition('/')[2]}, line {warning.lineno}")
+
+
+def _autocast() -> tuple[Any, ...]:
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+# ---- trees of tensors: tuples and dicts ----
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a tree, in order.
+
+    Example:
+        >>> leaves(({"a": torch.zeros(1)}, None, 3))
+        [tensor([0.])]
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, (tuple, list)) else []
+
+
+def like(tree: Any, tensors: list[Tensor]) -> Any:
+    """The tree with other tensors in the place of its own, in order.
+
+    Example:
+        >>> like({"a": torch.zeros(1), "b": 3}, [torch.ones(1)])
+        {'a': tensor([1.]), 'b': 3}
+    """
+    left = iter(tensors)
+
+    def one(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return next(left)
+        if isinstance(part, dict):
+            return {key: one(value) for key, value in part.items()}
+        if isinstance(part, (tuple, list)):
+            parts = [one(value) for value in part]
+            return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+        return part
+
+    return one(tree)
+
+
+def signature(tree: Any) -> Any:
+    """Something that is equal for trees of the same structure: shapes, types and places of tensors, other values themselves.
+
+    Example:
+        >>> signature(torch.zeros(2, 3)) == signature(torch.ones(2, 3)), signature((1,)) == signature((2,))
+        (True, False)
+    """
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.stride(), tree.dtype, tree.device
+    if isinstance(tree, dict):
+        return tuple((key, signature(value)) for key, value in tree.items())
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(signature, tree))
+    try:
+        hash(tree)
+    except TypeError:
+        return id(tree)
+    return tree

@@ -1,0 +1,281 @@
+"""How a model is run: in which precision, in which memory format, compiled or not.
+
+Anything but the default is run on a `StandIn`: a copy of the model's structure that is ours to change. It shares the memory of
+the user's weights, except where precision or memory format ask for other ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from come.batchnorm import Layer, mixed, normalizing, unit_statistics
+from come.errors import require
+from come.inputs import Inputs, exact
+
+Precision = Literal["float32", "tf32", "bf16"]
+Rule = Literal["source", "batch", "mixed"]
+"""What the BatchNorm layers of a stand-in normalize by."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose weights autocast rounds at each call: they are rounded once instead."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a model is run.
+
+    Args:
+        precision: "float32": as the model and torch are set. "tf32": matrix products and convolutions of a GPU in TF32.
+            "bf16": the same in bfloat16 (autocast). Objective, adapted weights, moments and signals are in float32 always.
+        compile: forward, objective and backward by `torch.compile`, and on a GPU the whole step as one CUDA graph.
+        channels_last: images and the weights of convolutions with the channels innermost: often faster for convolutions in
+            bf16.
+    """
+
+    precision: Precision = "float32"
+    compile: bool = False
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        words = get_args(Precision)
+        require(self.precision in words, "precision", self.precision, f"one of {', '.join(words)}")
+        for name in ("compile", "channels_last"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the user's own model can be called as it is."""
+        return self.precision != "bf16" and not self.compile and not self.channels_last
+
+    def __str__(self) -> str:
+        """What differs from the default, for a repr; empty if nothing does."""
+        named = [] if self.precision == "float32" else [f", precision={self.precision}"]
+        return "".join([*named, *(f", {name}=True" for name in ("compile", "channels_last") if getattr(self, name))])
+
+    def rounding(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """For a call of the model."""
+        if self.precision != "bf16":
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """For a step: TF32, if asked for. These are settings of the whole process, and are put back."""
+        if self.precision != "tf32":
+            yield
+            return
+        owners: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+        before = [owner.allow_tf32 for owner in owners]
+        try:
+            for owner in owners:
+                owner.allow_tf32 = True
+            yield
+        finally:
+            for owner, value in zip(owners, before, strict=True):
+                owner.allow_tf32 = value
+
+    def images(self, x: Inputs) -> Inputs:
+        """The batch in the memory format that is asked for."""
+        if not self.channels_last:
+            return x
+
+        def one(value: Any) -> Any:
+            image = isinstance(value, Tensor) and value.ndim == 4
+            return value.contiguous(memory_format=torch.channels_last) if image else value
+
+        return x.map(one)
+
+
+class MixedNorm(nn.Module):
+    """A BatchNorm layer on mixed statistics, in one pass: see `come.batchnorm.mixed`."""
+
+    def __init__(self, norm: nn.BatchNorm2d, layer: Layer, share: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+        self._layer, self._rule = layer, mixed(share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, ...) -> the same."""
+        if x.numel() == x.shape[1]:
+            return F.batch_norm(x, self._layer.mean, self._layer.var, self.weight, self.bias, False, 0.0, self.eps)
+        weight, bias = self._rule.weights(self._layer, exact(x), self.weight, self.bias)
+        return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
+
+
+class Patches(nn.Module):
+    """A convolution that cuts an image into patches, as one matrix product: cuDNN takes several times as long for it."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, D, H / patch, W / patch)."""
+        b, c = x.shape[:2]
+        tall, wide = self.weight.shape[-2:]
+        rows, columns = x.shape[-2] // tall, x.shape[-1] // wide
+        x = x[..., : rows * tall, : columns * wide].reshape(b, c, rows, tall, columns, wide)
+        flat = x.permute(0, 2, 4, 1, 3, 5).reshape(b, rows, columns, c * tall * wide)
+        return F.linear(flat, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def _cuts_patches(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Conv2d
+        and module.kernel_size == module.stride
+        and module.padding in ((0, 0), "valid")
+        and (module.dilation, module.groups) == ((1, 1), 1)
+        and module.in_channels <= 4
+        and min(module.kernel_size) > 1
+    )
+
+
+def fused(function: Function) -> Function:
+    """The function by `torch.compile`, for fixed shapes, made when it is first asked for."""
+    if function not in _fused:
+        _fused[function] = torch.compile(function, dynamic=False)
+    compiled = _fused[function]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _room():
+            return compiled(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def _room() -> contextlib.AbstractContextManager[Any]:
+    """torch gives up on a function that was compiled for eight models; a benchmark has more."""
+    config: Any = torch._dynamo.config
+    names = [n for n in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, n)]
+    names = names or ["cache_size_limit", "accumulated_cache_size_limit"]
+    return cast("contextlib.AbstractContextManager[Any]", config.patch(dict.fromkeys(names, 1024)))
+
+
+_fused: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+class StandIns:
+    """The stand-ins of one model. All adapters of it share them: what one has compiled the next one need not."""
+
+    def __init__(self) -> None:
+        self.built_from: tuple[Any, ...] = ()
+        """The model's weights and buffers when they were made."""
+        self.made: dict[Any, StandIn] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> StandIns:
+        """Those of that model."""
+        return _of.setdefault(model, cls())
+
+    def follow(self, now: tuple[Any, ...]) -> None:
+        """Drop what was made of other weights."""
+        if now != self.built_from:
+            self.built_from = now
+            self.made.clear()
+
+
+_of: weakref.WeakKeyDictionary[nn.Module, StandIns] = weakref.WeakKeyDictionary()
+
+
+class StandIn:
+    """A copy of a model's structure, in evaluation mode, that is ours to change.
+
+    Args:
+        model: the user's classifier; it is not changed.
+        adapted: names of the parameters that are given at each call.
+        layers: its BatchNorm layers by path.
+        rule: what these normalize by.
+        mode: precision and memory format.
+        compiled: whether `torch.compile` is used.
+    """
+
+    def __init__(
+        self, model: nn.Module, adapted: set[str], layers: Mapping[str, Layer], rule: Rule, mode: Mode, compiled: bool
+    ) -> None:
+        aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+        self.module: nn.Module = copy.deepcopy(model, aliases)
+        self.share: Tensor | None = None
+        """Of the batch's statistics, for the rule "mixed"; written at each call."""
+        for module in self.module.modules():
+            module.training = False
+        for path, module in self.module.named_modules():
+            self._convert(path, module, adapted, mode)
+        for path, layer in layers.items():
+            norm: Any = self.module.get_submodule(path)
+            if rule == "batch":  # then torch's BatchNorm neither reads nor writes its running statistics
+                norm.track_running_stats, norm.training = False, True
+            elif rule == "mixed":
+                self._mix(norm, layer)
+        for module in list(self.module.modules()):
+            if _cuts_patches(module):
+                self._replace(module, Patches(module))  # type: ignore[arg-type]
+        self._buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b is not None]
+        self._versions = [b._version for b, _ in self._buffers]
+        self._compiled = compiled
+        if compiled:
+            self.module.compile(dynamic=False)
+
+    def _mix(self, norm: Any, layer: Layer) -> None:
+        """Put a BatchNorm layer on mixed statistics."""
+        if self.share is None:
+            self.share = torch.ones((), device=norm.weight.device if norm.affine else None)
+        if type(norm) in PLAIN_NORMS and norm.affine and norm is not self.module:
+            self._replace(norm, MixedNorm(norm, layer, self.share))
+            return
+        norm.running_mean, norm.running_var = unit_statistics(layer)
+        norm.register_forward_pre_hook(normalizing(layer, mixed(self.share)))
+
+    def _replace(self, old: nn.Module, new: nn.Module) -> None:
+        """Put a layer in the place of another, wherever that is."""
+        for module in list(self.module.modules()):
+            for name, child in module.named_children():
+                if child is old:
+                    setattr(module, name, new)
+
+    @staticmethod
+    def _convert(path: str, module: nn.Module, adapted: set[str], mode: Mode) -> None:
+        """Round weights and put their channels last, once and not at each call."""
+        if type(module) not in MATRICES:
+            return
+        for name, p in module.named_parameters(recurse=False):
+            if (f"{path}.{name}" if path else name) in adapted:
+                continue
+            value = p.detach()
+            if mode.precision == "bf16" and value.dtype == torch.float32:
+                value = value.bfloat16()
+            if mode.channels_last and value.ndim == 4:
+                value = value.contiguous(memory_format=torch.channels_last)
+            if value is not p:
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+
+    def __call__(self, given: dict[str, Tensor], x: Inputs, share: Tensor | float = 1.0) -> Any:
+        """What the model returns for `x` with these parameters, by name, and this share of the batch's statistics."""
+        if self.share is not None:
+            with torch.no_grad():
+                self.share.copy_(torch.as_tensor(share))
+        try:
+            with _room() if self._compiled else contextlib.nullcontext():
+                return functional_call(self.module, given, x.args, x.kwargs, tie_weights=False)
+        finally:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Discard what the forward has written into buffers."""
+        for i, (buffer, value) in enumerate(self._buffers):
+            if buffer._version != self._versions[i]:
+                with torch.no_grad():
+                    buffer.copy_(value)
+                self._versions[i] = buffer._version

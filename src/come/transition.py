@@ -1,0 +1,243 @@
+"""One step as a function: what there was before, a batch, and what the host has decided give what there is after.
+
+Nothing outside is read or changed but the entries of a method's memory that it overwrites itself (`Context.put`). So a step
+can be compiled, captured as a CUDA graph, repeated, or dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from come.batchnorm import mixed
+from come.borrowed import Borrowed
+from come.guard.config import Guard
+from come.guard.samples import judge
+from come.guard.signals import observe
+from come.guard.verdict import LIMIT, Verdict, compare, judged, misled
+from come.inputs import Inputs, answered
+from come.method import Context, Method, Step, Written, chosen
+from come.optim import Moments, Rule
+
+PRIOR = 16
+"""As many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
+UNKNOWN = -1e4
+"""The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
+
+
+class How(NamedTuple):
+    """What the host has decided before a step."""
+
+    asking: bool = False
+    """Whether the source model is asked about the adapted one."""
+    resting: bool = False
+    """Whether the source model answers."""
+    frozen: bool = False
+    """Whether it answers for good."""
+    trusted: bool = True
+    """Whether statistics of the batch are in use."""
+    new: bool = False
+    """Whether this is the first batch in the life of the adapter."""
+    few: bool = False
+    """Whether few samples drove the last update, see `Context.again`."""
+
+
+class Before(NamedTuple):
+    """What a step begins with."""
+
+    weights: Tensor
+    moments: Moments
+    state: dict[str, Tensor] | None
+    lr: Tensor
+    """0-d."""
+    history: Tensor | None = None
+    """Of the guard, see `come.guard.samples`."""
+    sums: Tensor | None = None
+    """What the question in hand has found so far."""
+    needed: Tensor | None = None
+    """0-d: after how many samples it may be acted on."""
+
+
+class After(NamedTuple):
+    """What a step ends with."""
+
+    weights: Tensor
+    moments: Moments
+    state: dict[str, Tensor]
+    out: Step
+    history: Tensor | None = None
+    sums: Tensor | None = None
+    values: Tensor | None = None
+    """Signals, see `come.guard.watch.Sent`."""
+    selected: float | None = None
+    """The share of the samples that drove the update, if the method tells."""
+
+
+class Transition:
+    """A method on a model under a guard: all that stays the same from step to step.
+
+    Args:
+        method: what adapts.
+        guard: or None.
+        model: what it adapts.
+        rule: the optimizer, or None if nothing descends.
+    """
+
+    def __init__(self, method: Method, guard: Guard | None, model: Borrowed, rule: Rule | None) -> None:
+        self.method, self.guard, self.model, self.rule = method, guard, model, rule
+        self.source = model.source()
+        """(P,): the adapted parameters of the source model."""
+        self.fixed: dict[str, Any] = {}
+        """What `Method.setup` has found."""
+        self.generator = torch.Generator(model.device)
+        self.written: list[Written] = []
+        """What the step under way has overwritten in place."""
+
+    def __call__(self, how: How, before: Before, x: Inputs, count: int | None) -> After:
+        """The step; `count` is None where it must not matter."""
+        device = self.model.device
+        history, valid = before.history, torch.ones(x.size, dtype=torch.bool, device=device)
+        if self.guard is not None and history is not None:
+            x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input)
+            valid = valid.to(device)
+        ctx = self.context(how, before, valid, count)
+        if count is not None:
+            self.method.check(ctx, x, before.state is None and not count)  # not again after a recovery: it waits
+        if before.state is None:
+            before = before._replace(state=self.method.initial_state(ctx, x))
+            ctx.state = dict(before.state or {})
+        if self.guard is None:
+            out, sums, values = self._adapted(ctx, x), None, None
+            weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
+        else:
+            out, sums, values = self._guarded(self.guard, how, before, ctx, x)
+            keep = ctx.ok & ctx.valid.any()  # what was learned without a valid sample was learned from nothing
+            ctx.keep_where(keep)
+            weights = torch.where(keep, ctx.weights.detach(), before.weights)
+            moments, state = chosen(keep, ctx.moments, before.moments), chosen(keep, ctx.state, before.state or {})
+        detached = Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
+        return After(weights, moments, state, detached, history, sums, values, ctx.selected)
+
+    def context(self, how: How, before: Before, valid: Tensor, count: int | None) -> Context:
+        """What the method works with."""
+        return Context(
+            self.model,
+            self.rule,
+            self.source,
+            self.fixed,
+            weights=before.weights,
+            moments=before.moments,
+            state=before.state or {},
+            lr=before.lr,
+            valid=valid,
+            count=count,
+            generator=self.generator,
+            share=self._share(valid, how.trusted),
+            guarded=self.guard is not None,
+            few=how.few,
+            written=self.written,
+        )
+
+    def seed(self, count: int) -> None:
+        """Begin the random numbers of batch number `count`."""
+        text = f"{getattr(self.method, 'seed', 0)} {count}"
+        self.generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+    # ---- parts ----
+
+    def _adapted(self, ctx: Context, x: Inputs) -> Step:
+        for _ in range(self.method.steps):
+            out = self.method.adapt(ctx, x)
+        return out
+
+    def _guarded(
+        self, guard: Guard, how: How, before: Before, ctx: Context, x: Inputs
+    ) -> tuple[Step, Tensor | None, Tensor]:
+        """A step with its signals; where the source is asked and finds a collapse, it answers."""
+        source: Tensor | None = None
+        if how.resting or how.asking:
+            with torch.no_grad():
+                source = ctx.forward(x, self.source, statistics=None)
+        if how.resting and (how.frozen or not how.asking):
+            assert source is not None
+            out = Step(source, used=torch.zeros_like(ctx.valid))
+        else:
+            out = self._adapted(ctx, x)
+        answers = out.logits.detach()
+        with torch.no_grad():
+            objective, weights, closely = self.method.objective, ctx.weights.detach(), how.new or how.asking
+            usable, ctx.ok, seen = self.model.fused(observe)(
+                objective, answers, ctx.valid, ctx.ok, weights, self.source, closely
+            )
+            values, sums = [seen], before.sums
+            if how.asking and source is not None:
+                sums, logits = self._ask(how, before, ctx, x, answers, source)
+                values.append(judged(sums))
+                if guard.policy in ("recover", "freeze"):
+                    answers, usable = logits, ctx.valid & answered(logits)
+            logits, loss, used = self.model.fused(cleaned)(answers, usable, out.loss, out.used, ctx.ok)
+            return Step(logits, loss, used, usable), sums, torch.cat(values) if len(values) > 1 else seen
+
+    def _ask(
+        self, how: How, before: Before, ctx: Context, x: Inputs, answers: Tensor, source: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the question has found so far, and the logits to return."""
+        if how.resting:  # a method that is on trial: the source answers
+            found = compare(source, source, ctx.valid, trial=answers)
+            return found if before.sums is None else before.sums + found, source
+        same = trial = None
+        if self.on_batch and how.trusted:
+            same = ctx.forward(x, self.source)
+        elif self.on_batch:
+            share = self._share(ctx.valid, trusted=True)
+            trial = ctx.forward(x, statistics=None if share is None else mixed(share))
+        found = compare(answers, source, ctx.valid, same_statistics=same, trial=trial)
+        found = found if before.sums is None else before.sums + found
+        now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
+        assert before.needed is not None
+        enough = now.samples >= before.needed
+        by_source = torch.as_tensor(misled(now, self.on_batch and how.trusted) & enough)
+        logits = torch.where(by_source, source.to(answers), answers)
+        if same is not None:
+            by_weights = torch.as_tensor((now.other < LIMIT) & enough)
+            logits = torch.where(~by_source & by_weights, same.to(answers), logits)
+        return found, logits
+
+    # ---- statistics of BatchNorm ----
+
+    @property
+    def rule_of_statistics(self) -> str:
+        """What BatchNorm normalizes by: "batch", "mixed" or "source"."""
+        if not (self.method.batch_statistics and self.model.has_batch_norm):
+            return "source"
+        return self.method.statistics or ("batch" if self.guard is None else "mixed")
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether BatchNorm may use statistics of the batch."""
+        return self.rule_of_statistics != "source"
+
+    def _share(self, valid: Tensor, trusted: bool) -> Tensor | float | None:
+        """Of the batch's statistics: n/(n + 16) for n valid samples."""
+        rule = self.rule_of_statistics
+        if rule == "source" or not trusted:
+            return None
+        if rule == "batch":
+            return 1.0
+        count = valid.sum()
+        return count / (count + PRIOR)
+
+
+def cleaned(
+    answers: Tensor, usable: Tensor, loss: Tensor | None, used: Tensor | None, ok: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Logits, losses and the used samples as they are returned: without an answer, the least certain by every score."""
+    logits = torch.where(usable[:, None], answers, UNKNOWN)
+    if loss is not None:
+        most = math.log(logits.shape[1] + 1)  # no entropy is larger
+        loss = torch.where(usable & loss.isfinite(), loss, most)
+    return logits, loss, None if used is None else used & usable & ok
