@@ -135,9 +135,9 @@ def test_a_configuration_file_and_options_over_it(tmp_path, monkeypatch, capsys)
 
 def test_presets(monkeypatch, capsys):
     _, quick, _ = call(monkeypatch, capsys, "bench", "--dry-run")
-    assert "32 cells" in quick
+    assert "28 cells" in quick
     _, standard, _ = call(monkeypatch, capsys, "bench", "--preset", "standard", "--dry-run")
-    assert "120 cells" in standard
+    assert "105 cells" in standard
     _, every, _ = call(monkeypatch, capsys, "bench", "--methods", "all", "--corruptions", "all", "--dry-run")
     assert "spatter" in every
 

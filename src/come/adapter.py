@@ -137,6 +137,7 @@ class Adapter:
         with self._lock:
             before = self._now
             try:
+                self._core.written.clear()  # here and not at the end, where an interrupt would come too late
                 self._check_open()
                 self._follow()
                 moment, out, events = self._advance(self._now, x)
@@ -148,8 +149,6 @@ class Adapter:
                 self._now = before
                 undo(self._core.written)
                 raise
-            finally:
-                self._core.written.clear()
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise an `InputError` if the method cannot use this batch. The model is not called, and nothing changes."""

@@ -8,7 +8,8 @@ interrupt; `give_back` can be called at any time, any number of times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -239,12 +240,21 @@ class Borrowed:
         """The model as it is run, made when it is first needed."""
         names = {slot.name for slot in self._slots}
         key = (rule, self.compiled, self.mode, frozenset(names))
-        made = StandIns.of(self.model).made
-        if key not in made:
+        known = StandIns.of(self.model)
+        if key not in known.made:
             with torch.no_grad():
                 layers = dict(zip(self._norms, self.layers(), strict=True))
-                made[key] = StandIn(self.model, names, layers, rule, self.mode, self.compiled)
-        return made[key]
+                known.made[key] = StandIn(self.model, names, layers, rule, self.mode, self.compiled, known.converted)
+        return known.made[key]
+
+    @contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """For calls that are too rare to be compiled."""
+        before, self.compiled = self.compiled, False
+        try:
+            yield
+        finally:
+            self.compiled = before
 
     def fused(self, function: Function) -> Function:
         """The function, as few kernels of a GPU where steps are compiled."""

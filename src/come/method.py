@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
@@ -197,7 +197,7 @@ class Context:
             sparing: without a gradient if few samples will need one, see `again`.
         """
         rule = self.statistics if statistics == "own" else statistics
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not (sparing and self.few and self.separate)):
+        with torch.no_grad() if sparing and self.few and self.separate else nullcontext():
             out = self.model.call(x, self.weights if weights is None else weights, rule, hooks)
         return logits_of(out, x.size if size is None else size)
 
@@ -347,8 +347,7 @@ def _descended(
 
 def _largest(values: Tensor) -> Tensor:
     """Largest entry by size, 0-d; NaN if there is one."""
-    found: Tensor = torch.linalg.vector_norm(values, torch.inf)
-    return found
+    return values.abs().amax()
 
 
 def chosen(where: Tensor, new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:

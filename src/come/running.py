@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ Rule = Literal["source", "batch", "mixed"]
 """What the BatchNorm layers of a stand-in normalize by."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+Converted = dict[tuple[Any, ...], nn.Parameter]
+"""Weights by their address, shape and what was made of them."""
 
 PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -156,12 +160,20 @@ def fused(function: Function) -> Function:
     return cast(Function, call)
 
 
-def _room() -> contextlib.AbstractContextManager[Any]:
-    """torch gives up on a function that was compiled for eight models; a benchmark has more."""
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """For a call of something compiled.
+
+    torch gives up on a function that was compiled for eight models, and a benchmark has more; and it warns of a gradient that
+    it looks for itself, and of TF32 where float32 was asked for.
+    """
     config: Any = torch._dynamo.config
     names = [n for n in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, n)]
     names = names or ["cache_size_limit", "accumulated_cache_size_limit"]
-    return cast("contextlib.AbstractContextManager[Any]", config.patch(dict.fromkeys(names, 1024)))
+    with config.patch(dict.fromkeys(names, 1024)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        yield
 
 
 _fused: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -174,6 +186,7 @@ class StandIns:
         self.built_from: tuple[Any, ...] = ()
         """The model's weights and buffers when they were made."""
         self.made: dict[Any, StandIn] = {}
+        self.converted: Converted = {}
 
     @classmethod
     def of(cls, model: nn.Module) -> StandIns:
@@ -185,6 +198,7 @@ class StandIns:
         if now != self.built_from:
             self.built_from = now
             self.made.clear()
+            self.converted.clear()
 
 
 _of: weakref.WeakKeyDictionary[nn.Module, StandIns] = weakref.WeakKeyDictionary()
@@ -200,10 +214,18 @@ class StandIn:
         rule: what these normalize by.
         mode: precision and memory format.
         compiled: whether `torch.compile` is used.
+        converted: weights that were rounded or put in another memory format before; new ones are added.
     """
 
     def __init__(
-        self, model: nn.Module, adapted: set[str], layers: Mapping[str, Layer], rule: Rule, mode: Mode, compiled: bool
+        self,
+        model: nn.Module,
+        adapted: set[str],
+        layers: Mapping[str, Layer],
+        rule: Rule,
+        mode: Mode,
+        compiled: bool,
+        converted: Converted,
     ) -> None:
         aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
         self.module: nn.Module = copy.deepcopy(model, aliases)
@@ -212,7 +234,7 @@ class StandIn:
         for module in self.module.modules():
             module.training = False
         for path, module in self.module.named_modules():
-            self._convert(path, module, adapted, mode)
+            self._convert(path, module, adapted, mode, converted)
         for path, layer in layers.items():
             norm: Any = self.module.get_submodule(path)
             if rule == "batch":  # then torch's BatchNorm neither reads nor writes its running statistics
@@ -246,20 +268,22 @@ class StandIn:
                     setattr(module, name, new)
 
     @staticmethod
-    def _convert(path: str, module: nn.Module, adapted: set[str], mode: Mode) -> None:
+    def _convert(path: str, module: nn.Module, adapted: set[str], mode: Mode, converted: Converted) -> None:
         """Round weights and put their channels last, once and not at each call."""
         if type(module) not in MATRICES:
             return
         for name, p in module.named_parameters(recurse=False):
             if (f"{path}.{name}" if path else name) in adapted:
                 continue
-            value = p.detach()
-            if mode.precision == "bf16" and value.dtype == torch.float32:
-                value = value.bfloat16()
-            if mode.channels_last and value.ndim == 4:
-                value = value.contiguous(memory_format=torch.channels_last)
-            if value is not p:
-                setattr(module, name, nn.Parameter(value, requires_grad=False))
+            key = (p.data_ptr(), p.shape, mode.precision, mode.channels_last)
+            if key not in converted:
+                value = p.detach()
+                if mode.precision == "bf16" and value.dtype == torch.float32:
+                    value = value.bfloat16()
+                if mode.channels_last and value.ndim == 4:
+                    value = value.contiguous(memory_format=torch.channels_last)
+                converted[key] = nn.Parameter(value, requires_grad=False)
+            setattr(module, name, converted[key])
 
     def __call__(self, given: dict[str, Tensor], x: Inputs, share: Tensor | float = 1.0) -> Any:
         """What the model returns for `x` with these parameters, by name, and this share of the batch's statistics."""

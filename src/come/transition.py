@@ -160,7 +160,7 @@ class Transition:
         """A step with its signals; where the source is asked and finds a collapse, it answers."""
         source: Tensor | None = None
         if how.resting or how.asking:
-            with torch.no_grad():
+            with torch.no_grad(), self.model.as_it_is():
                 source = ctx.forward(x, self.source, statistics=None)
         if how.resting and (how.frozen or not how.asking):
             assert source is not None
@@ -190,11 +190,12 @@ class Transition:
             found = compare(source, source, ctx.valid, trial=answers)
             return found if before.sums is None else before.sums + found, source
         same = trial = None
-        if self.on_batch and how.trusted:
-            same = ctx.forward(x, self.source)
-        elif self.on_batch:
-            share = self._share(ctx.valid, trusted=True)
-            trial = ctx.forward(x, statistics=None if share is None else mixed(share))
+        with self.model.as_it_is():
+            if self.on_batch and how.trusted:
+                same = ctx.forward(x, self.source)
+            elif self.on_batch:
+                share = self._share(ctx.valid, trusted=True)
+                trial = ctx.forward(x, statistics=None if share is None else mixed(share))
         found = compare(answers, source, ctx.valid, same_statistics=same, trial=trial)
         found = found if before.sums is None else before.sums + found
         now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]

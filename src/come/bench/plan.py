@@ -35,7 +35,7 @@ class Plan(Knobs):
         6
     """
 
-    methods: Texts = knob(("source", "norm", "tent", "eata", "sar"), "Names, or all. See [bold]come list methods[/].")
+    methods: Texts = knob(("source", "tent", "eata", "sar"), "Names, or all. See [bold]come list methods[/].")
     objectives: Texts = knob(("em", "come"), "See [bold]come list objectives[/].")
     corruptions: Texts | None = knob(None, STREAMS)
     outliers: Texts | None = knob(None, "Open world: sources of outliers; by default those of glyphs.")
@@ -145,7 +145,7 @@ class Plan(Knobs):
 
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "quick": ("one corruption of each group, two to three minutes on two cores", {}),
+    "quick": ("one corruption of each group, a minute and a half on two cores", {}),
     "standard": ("all 15 corruptions of the paper", {"corruptions": corruptions.names("standard")}),
 }
 

@@ -77,7 +77,7 @@ def _magnitude(value: Tensor) -> Tensor:
     flat = exact(value).flatten(1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
-    low, high = torch.aminmax(flat, dim=1)
+    low, high = flat.amin(dim=1), flat.amax(dim=1)  # on a CPU many times faster than aminmax
     found = torch.maximum(high, -low)
     on_host = value.device.type == "cpu"  # where looking costs nothing
     if value.ndim in (2, 3, 4) and not (on_host and bool((low >= -1e4).all())):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 from come.bench.data.cifar import CifarCSource
-from come.bench.data.embedded import MAX_IMAGES, GlyphOutlierSource, GlyphSource
+from come.bench.data.embedded import MAX_IMAGES, SIZE, GlyphOutlierSource, GlyphSource
 from come.bench.data.folders import FolderSource, ImageNetCSource, OnBadImage
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.source import Source
@@ -27,7 +27,7 @@ KINDS: dict[str, Kind] = {
     "glyphs": Kind(
         "glyphs[:SIZE]",
         "embedded: 100 classes of characters, 32x32, drawn on the fly",
-        lambda name, rest, *_: GlyphSource(name, _count(name, rest) if rest else 3000),
+        lambda name, rest, *_: GlyphSource(name, _count(name, rest) if rest else SIZE),
     ),
     "glyph-outliers": Kind(
         "glyph-outliers:near|far",
