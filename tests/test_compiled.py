@@ -21,6 +21,15 @@ DEVICE = "cuda" if CUDA else "cpu"
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 
+@pytest.fixture(autouse=True)
+def exact():
+    """No TF32 in convolutions: other kernels would round otherwise."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class Eager:
     """Stands in for a captured step where there is no GPU: the same copies in and out, and the function for the graph."""
 

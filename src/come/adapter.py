@@ -28,7 +28,7 @@ from come.guard.config import Event, Guard
 from come.guard.watch import Watch, send
 from come.inputs import Inputs, checked
 from come.locks import ModelLock
-from come.method import Context, Method, Step, undo, untracked
+from come.method import Context, Method, Step, Written, undo, untracked
 from come.objectives import Objective
 from come.optim import Moments
 from come.running import Mode, Precision
@@ -135,9 +135,9 @@ class Adapter:
         """Adapt to a batch and return logits, per-sample losses, which samples were used and which were valid."""
         x = checked(Inputs.of(*args, **kwargs))
         with self._lock:
-            before = self._now
+            before, written = self._now, list[Written]()
             try:
-                self._core.written.clear()  # here and not at the end, where an interrupt would come too late
+                self._core.written = written
                 self._check_open()
                 self._follow()
                 moment, out, events = self._advance(self._now, x)
@@ -147,7 +147,7 @@ class Adapter:
                 return out
             except BaseException:
                 self._now = before
-                undo(self._core.written)
+                undo(written)
                 raise
 
     def check(self, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
 """A user's model, borrowed: called with other weights and statistics, and found as it was after every call.
 
 The parameters and buffers of the model are never written. Adapted weights live in one float32 vector (P,), whatever the
-precision of the model; for the length of a call `torch.func.functional_call` puts tensors cut from it in the place of the
-model's own. Training flags, gradient flags and hooks that a call needs are put back after it, also after an error or an
-interrupt; `give_back` can be called at any time, any number of times.
+precision of the model; for the length of a call tensors cut from it stand in the place of the model's own. Training flags,
+gradient flags and hooks that a call needs are put back after it, also after an error or an interrupt; `give_back` can be
+called at any time, any number of times.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from come.batchnorm import Layer, Statistics, batch_statistics, mixed, normalizing, rescaling, unit_statistics
 from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
-from come.running import Function, Mode, Rule, StandIn, StandIns, fused
+from come.running import Function, Mode, Place, Rule, StandIn, StandIns, call_with, fused
 from come.select import BATCH_NORMS, Selector
 
 ALIGNED = 64
@@ -72,6 +71,8 @@ class Borrowed:
         """By identity: a buffer of the model, its version, and the copy that the forward sees."""
         self._loan: list[tuple[Any, str, Any]] = []
         """What was changed for a step: (object, attribute, value before)."""
+        self._frozen: list[nn.Parameter] = []
+        """Parameters that require gradients between steps."""
         self._hooks: list[Any] = []
         self._swapped = False
         """Whether torch may have other tensors in the place of the model's own."""
@@ -134,10 +135,10 @@ class Borrowed:
     def check_unchanged(self) -> None:
         """Raise `ModelError` if an adapted parameter was replaced or overwritten since the model was borrowed."""
         for path, (parent, name, child) in self._links.items():
-            if getattr(parent, name, None) is not child:
+            if parent._modules.get(name) is not child:
                 raise self._changed(path, "was replaced")
         for slot in self._slots:
-            if getattr(slot.owner, slot.attribute, None) is not slot.value:
+            if slot.owner._parameters.get(slot.attribute) is not slot.value:
                 raise self._changed(slot.name, "was replaced")
         for name, before, after in zip(self.shapes, self._versions, self._read_versions(), strict=True):
             if before != after:
@@ -166,9 +167,9 @@ class Borrowed:
         for module in self._modules:
             if module.training:
                 self._set(module, "training", False)
-        for p in self._params:
-            if p.requires_grad:
-                self._set(p, "requires_grad", False)
+        self._frozen += [p for p in self._params if p.requires_grad]
+        for p in self._frozen:
+            p.requires_grad = False
         # Moving or casting a model gives it new buffers.
         self._buffers = [slot._replace(value=getattr(slot.owner, slot.attribute)) for slot in self._buffers]
         self._watched = self._written_by_forward()
@@ -178,6 +179,9 @@ class Borrowed:
     def give_back(self) -> None:
         """Put back whatever a step or a call has changed in the model."""
         self._undo(0)
+        for p in self._frozen:
+            p.requires_grad = True
+        self._frozen.clear()
         if self._swapped:  # an interrupt can stop torch from putting the model's own tensors back
             for slot in (*self._slots, *self._affine, *self._buffers):
                 if getattr(slot.owner, slot.attribute, None) is not slot.value:
@@ -195,34 +199,36 @@ class Borrowed:
             statistics: what BatchNorm normalizes by, see `come.batchnorm`.
             hooks: functions that register a hook and return its handle; they last for this call.
         """
-        values = [part.to(p.dtype) for part, p in zip(self.split(weights), self.parameters.values(), strict=True)]
+        values = [
+            part if part.dtype == p.dtype else part.to(p.dtype)
+            for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
+        ]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         rule = None if hooks or self.mode.plain else self._rule_of(statistics, x.size)
-        with self.mode.rounding(self.device):
-            if rule is None:
-                return self._call_own(given, self.mode.images(x), statistics, hooks)
-            share = statistics.share if isinstance(statistics, mixed) else 1.0
-            try:
+        try:
+            with self.mode.rounding(self.device):
+                if rule is None:
+                    return self._call_own(given, self.mode.images(x), statistics, hooks)
+                share = statistics.share if isinstance(statistics, mixed) else 1.0
                 return self._stand_in(rule)(given, self.mode.images(x), share)
-            except (RuntimeError, ValueError, IndexError) as error:
-                raise self._explained(error, x) from error
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._explained(error, x) from error
 
     def _call_own(
         self, given: dict[str, Tensor], x: Inputs, statistics: Statistics, hooks: Sequence[Callable[[], Any]]
     ) -> Any:
         """Call the user's own model."""
-        given |= {slot.name: self._copy(slot.value) for slot in self._watched}
+        places: list[Place] = [(slot.owner._parameters, slot.attribute, given[slot.name]) for slot in self._slots]
+        places += [(slot.owner._buffers, slot.attribute, self._copy(slot.value)) for slot in self._watched]
         mark, known = len(self._loan), {key: copy._version for key, (_, _, copy) in self._copies.items()}
         try:
             for register in hooks:
                 self._hooks.append(register())
-            given |= self._install(statistics, x.size, given)
+            places += self._install(statistics, x.size, given)
             self._swapped = True
-            out = functional_call(self.model, given, x.args, x.kwargs, tie_weights=False)
+            out = call_with(self.model, places, x)
             self._swapped = False
             return out
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise self._explained(error, x) from error
         finally:
             self._undo(mark)
             self._refresh(known)
@@ -292,28 +298,29 @@ class Borrowed:
                 with torch.no_grad():
                     copy.copy_(buffer)
 
-    def _install(self, statistics: Statistics, batch: int, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _install(self, statistics: Statistics, batch: int, given: dict[str, Tensor]) -> list[Place]:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
         if statistics is None or not self._norms:
-            return {}
+            return []
         synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
         if statistics == "batch" and batch > 1 and not synchronized:
             for layer in self._norms.values():
                 self._batch_flags(layer)
-            return {}
+            return []
         estimate = batch_statistics if statistics == "batch" else statistics
-        found: dict[str, Tensor] = {}
+        found: list[Place] = []
         for path, known in zip(self._norms, self.layers(), strict=True):
             prefix, layer = f"{path}." if path else "", known.module
             if isinstance(estimate, mixed) and batch > 1 and layer.affine and not synchronized:
                 self._batch_flags(layer)
                 weight, bias = (given.get(f"{prefix}{name}", getattr(layer, name)) for name in ("weight", "bias"))
-                found |= {f"{prefix}weight": weight, f"{prefix}bias": bias}  # so that torch puts them back
+                # So that they are put back: the hook replaces them.
+                found += [(layer._parameters, "weight", weight), (layer._parameters, "bias", bias)]
                 self._hooks.append(layer.register_forward_pre_hook(rescaling(known, estimate, weight, bias)))
                 continue
             self._hooks.append(layer.register_forward_pre_hook(normalizing(known, estimate)))
-            mean, var = unit_statistics(known)
-            found |= {f"{prefix}running_mean": mean.to(self.device), f"{prefix}running_var": var.to(self.device)}
+            mean, var = (value.to(self.device) for value in unit_statistics(known))
+            found += [(layer._buffers, "running_mean", mean), (layer._buffers, "running_var", var)]
         return found
 
     def _batch_flags(self, layer: nn.Module) -> None:
@@ -325,12 +332,12 @@ class Borrowed:
         before = getattr(owner, attribute)
         if before is not value:
             self._loan.append((owner, attribute, before))
-            setattr(owner, attribute, value)
+            object.__setattr__(owner, attribute, value)  # `nn.Module` looks for tensors first
 
     def _undo(self, mark: int) -> None:
         """Take back the changes behind `mark`, latest first, and all hooks."""
         while len(self._loan) > mark:
-            setattr(*self._loan[-1])
+            object.__setattr__(*self._loan[-1])
             self._loan.pop()
         while self._hooks:
             self._hooks[-1].remove()

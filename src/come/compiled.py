@@ -11,6 +11,7 @@ graph, on the compiled model.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -167,12 +168,9 @@ class Captured:
             compute()  # compiles, and waits
             overwritten = {id(entry) for entry, _, _ in step.written}
             undo(step.written)
-            for _ in range(3):  # another thread may have waited
-                with noticing_waits() as waits:
-                    compute()
-                undo(step.written)
-                if not waits:
-                    break
+            with noticing_waits() as waits:
+                compute()
+            undo(step.written)
         torch.cuda.current_stream().wait_stream(aside)
         if waits:
             raise NotCapturable(f"it waits for the device ({waits[0]})")
@@ -210,19 +208,23 @@ class Captured:
 
 @contextmanager
 def noticing_waits() -> Iterator[list[str]]:
-    """Collects what waits for the device."""
+    """Collects where this thread waits for the device; other threads may."""
     found: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
+    mine, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+
+    def show(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+        synchronizes = "synchroniz" in str(message) and "prototype" not in str(message)
+        if synchronizes and threading.get_ident() == mine:
+            found.append(f"{filename.rpartition('/')[2]}, line {lineno}")
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    for warning in seen:
-        if "synchroniz" in str(warning.message) and "prototype" not in str(warning.message):
-            found.append(f"{warning.filename.rpartition('/')[2]}, line {warning.lineno}")
 
 
 def _autocast() -> tuple[Any, ...]:

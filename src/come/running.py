@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from come.batchnorm import Layer, mixed, normalizing, unit_statistics
@@ -29,6 +28,8 @@ Rule = Literal["source", "batch", "mixed"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+Place = tuple[dict[str, Any], str, Any]
+"""The parameters or buffers of a module, a name among them, and what is to stand there."""
 Converted = dict[tuple[Any, ...], nn.Parameter]
 """Weights by their address, shape and what was made of them."""
 
@@ -147,6 +148,21 @@ def _cuts_patches(module: nn.Module) -> bool:
     )
 
 
+def call_with(model: nn.Module, places: list[Place], x: Inputs) -> Any:
+    """What a model returns for `x` with other parameters and buffers; its own are back when this returns or raises.
+
+    As `torch.func.functional_call` does it, which looks every name up at each call.
+    """
+    before = [(table, name, table[name]) for table, name, _ in places]
+    try:
+        for table, name, value in places:
+            table[name] = value
+        return model(*x.args, **x.kwargs)
+    finally:
+        for table, name, value in reversed(before):
+            table[name] = value
+
+
 def fused(function: Function) -> Function:
     """The function by `torch.compile`, for fixed shapes, made when it is first asked for."""
     if function not in _fused:
@@ -244,6 +260,10 @@ class StandIn:
         for module in list(self.module.modules()):
             if _cuts_patches(module):
                 self._replace(module, Patches(module))  # type: ignore[arg-type]
+        self._places = {
+            name: (self.module.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2])
+            for name in adapted
+        }
         self._buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b is not None]
         self._versions = [b._version for b, _ in self._buffers]
         self._compiled = compiled
@@ -290,9 +310,10 @@ class StandIn:
         if self.share is not None:
             with torch.no_grad():
                 self.share.copy_(torch.as_tensor(share))
+        places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
         try:
             with _room() if self._compiled else contextlib.nullcontext():
-                return functional_call(self.module, given, x.args, x.kwargs, tie_weights=False)
+                return call_with(self.module, places, x)
         finally:
             self._refresh()
 
