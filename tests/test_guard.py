@@ -11,7 +11,7 @@ from torch import nn
 
 import come
 from come import Guard
-from come.guard.samples import judge, no_history
+from come.guard.samples import _median_by_rank, judge, no_history
 from come.guard.signals import SIGNALS, Bands, measure
 from come.guard.verdict import Verdict, compare, judged, misled
 from come.guard.watch import CHECKS, COUNTED, LAG, Watch
@@ -550,3 +550,11 @@ def test_threads_take_turns():
         alone(x)
     assert adapter.count == 15
     assert torch.equal(adapter(x), alone(x))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_median_for_a_gpu_is_the_median(seed):
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 6, (1 + seed,), generator=draw).float()
+    values[torch.rand(len(values), generator=draw) < 0.3] = torch.nan
+    torch.testing.assert_close(_median_by_rank(values), values.nanmedian(), equal_nan=True)

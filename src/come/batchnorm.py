@@ -163,8 +163,7 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
             return None
         eps = layer.module.eps
         with torch.no_grad():
-            # As torch's BatchNorm does it: a compiler then computes these once.
-            own_var, own_mean = (v.flatten() for v in torch.var_mean(x, dim=_dims(x), correction=0, keepdim=True))
+            own_mean, own_var = _moments(x, eps)
             mean, var = _mixed(layer, own_mean, own_var, self.share)
             width = (var + eps).rsqrt()
             return (own_var + eps).sqrt() * width, (own_mean - mean) * width
@@ -187,11 +186,21 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
         return weight * scale, weight * shift + bias
 
 
+def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance (C,) of a batch, in float32 or better."""
+    if x.is_cuda and not torch.compiler.is_compiling():  # BatchNorm's own kernel is faster than `var_mean`
+        mean, inverse = torch.batch_norm_stats(x, eps)
+        return mean, (inverse.square().reciprocal() - eps).clamp_min(0)
+    # As torch's BatchNorm does it: a compiler then computes these once.
+    var, mean = (v.flatten() for v in torch.var_mean(exact(x), dim=_dims(x), correction=0, keepdim=True))
+    return mean, var
+
+
 def rescaling(layer: Layer, rule: mixed, weight: Tensor, bias: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     """A forward pre-hook for a layer on the statistics of the batch, that makes it one on mixed statistics."""
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        found = rule.weights(layer, exact(inputs[0]), weight, bias)
+        found = rule.weights(layer, inputs[0], weight, bias)
         module._parameters["weight"], module._parameters["bias"] = found  # type: ignore[assignment]
 
     return hook

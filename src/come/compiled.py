@@ -68,9 +68,11 @@ class Steps:
         try:
             if key not in self._graphs:
                 self._graphs[key] = self._captured(how, before, x, running)
-        except NotCapturable as reason:
-            self._say(f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
-            self._capture = False
+        except ComeError:
+            raise
+        except (NotCapturable, RuntimeError) as reason:
+            undo(step.written)
+            self._no_graph(str(reason).strip().splitlines()[0])
             return self._compiled(compute, running)
         step.seed(count)
         return self._graphs[key].replay(before, x, step.written)
@@ -96,11 +98,15 @@ class Steps:
         device = self._step.model.device
         if not self._capture or device.type != "cuda" or before.state is None:
             return False
-        if self._step.method.waits:
-            self._say(f"the step is not one CUDA graph: {self._step.method.waits}; its model is compiled all the same")
-            self._capture = False
-        elsewhere = [t for t in leaves((before, x)) if t.device != device]
-        return self._capture and not elsewhere
+        elsewhere = any(t.device != device for t in leaves((before, x)))
+        if waits := self._step.method.waits or ("part of its memory is on the CPU" if elsewhere else ""):
+            self._no_graph(waits)
+        return self._capture
+
+    def _no_graph(self, reason: str) -> None:
+        """From now on without graphs."""
+        self._capture = False
+        self._say(f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
 
     def _compiled(self, step: Callable[[], After], running: Running) -> After:
         """A step with the compiled model; if it cannot be compiled, as it is."""

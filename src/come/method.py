@@ -263,7 +263,7 @@ class Context:
                 f"{type(self.model.model).__name__}; does its forward run under no_grad, or detach its output?"
             )
         if self.guarded:
-            self.ok = self.ok & (_largest(found) < torch.inf)
+            self.ok = self.model.fused(_still_finite)(self.ok, found)
         return found / scale if scale != 1 else found
 
     def descend(self, loss: Tensor, go: Tensor | None = None) -> None:
@@ -343,6 +343,11 @@ def _descended(
     if go is not None:
         new, later = torch.where(go, new, weights), chosen(go, later, moments)
     return new, later, fine
+
+
+def _still_finite(ok: Tensor, values: Tensor) -> Tensor:
+    """`ok` (0-d bool), and all values are finite."""
+    return ok & (_largest(values) < torch.inf)
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from come.batchnorm import Layer, mixed, normalizing, unit_statistics
 from come.errors import require
-from come.inputs import Inputs, exact
+from come.inputs import Inputs
 
 Precision = Literal["float32", "tf32", "bf16"]
 Rule = Literal["source", "batch", "mixed"]
@@ -116,7 +116,7 @@ class MixedNorm(nn.Module):
         """(B, C, ...) -> the same."""
         if x.numel() == x.shape[1]:
             return F.batch_norm(x, self._layer.mean, self._layer.var, self.weight, self.bias, False, 0.0, self.eps)
-        weight, bias = self._rule.weights(self._layer, exact(x), self.weight, self.bias)
+        weight, bias = self._rule.weights(self._layer, x, self.weight, self.bias)
         return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
 
 

@@ -100,10 +100,12 @@ class Transition:
     def __call__(self, how: How, before: Before, x: Inputs, count: int | None) -> After:
         """The step; `count` is None where it must not matter."""
         device = self.model.device
-        history, valid = before.history, torch.ones(x.size, dtype=torch.bool, device=device)
+        history = before.history
         if self.guard is not None and history is not None:
             x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input)
             valid = valid.to(device)
+        else:
+            valid = torch.ones(x.size, dtype=torch.bool, device=device)
         ctx = self.context(how, before, valid, count)
         if count is not None:
             self.method.check(ctx, x, before.state is None and not count)  # not again after a recovery: it waits
@@ -115,10 +117,11 @@ class Transition:
             weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
         else:
             out, sums, values = self._guarded(self.guard, how, before, ctx, x)
-            keep = ctx.ok & ctx.valid.any()  # what was learned without a valid sample was learned from nothing
+            keep, weights, moments = self.model.fused(kept)(
+                ctx.ok, ctx.valid, ctx.weights.detach(), before.weights, ctx.moments, before.moments
+            )
             ctx.keep_where(keep)
-            weights = torch.where(keep, ctx.weights.detach(), before.weights)
-            moments, state = chosen(keep, ctx.moments, before.moments), chosen(keep, ctx.state, before.state or {})
+            state = chosen(keep, ctx.state, before.state or {})
         detached = Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
         return After(weights, moments, state, detached, history, sums, values, ctx.selected)
 
@@ -231,6 +234,14 @@ class Transition:
             return 1.0
         count = valid.sum()
         return count / (count + PRIOR)
+
+
+def kept(
+    ok: Tensor, valid: Tensor, weights: Tensor, before: Tensor, moments: Moments, moments_before: Moments
+) -> tuple[Tensor, Tensor, Moments]:
+    """Whether an update is kept (0-d bool), and the weights and moments that follow."""
+    keep = ok & valid.any()  # what was learned without a valid sample was learned from nothing
+    return keep, torch.where(keep, weights, before), chosen(keep, moments, moments_before)
 
 
 def cleaned(
