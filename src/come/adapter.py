@@ -397,6 +397,7 @@ class Adapter:
                     ):
                         p.copy_(value)
             self._borrowed.give_back()
+            self._steps.forget()
             self._closed = True
 
     def __enter__(self) -> Self:

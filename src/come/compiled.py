@@ -54,7 +54,7 @@ class Steps:
         """One step."""
         step = self._step
         if not step.model.mode.plain and not step.model.fresh():
-            self._forget()
+            self.forget()
 
         def compute() -> After:
             step.seed(count)
@@ -77,8 +77,8 @@ class Steps:
         step.seed(count)
         return self._graphs[key].replay(before, x, step.written)
 
-    def _forget(self) -> None:
-        """The model was moved, cast or loaded: what was compiled is of another one."""
+    def forget(self) -> None:
+        """Give all graphs up: the model was moved, cast or loaded, and what was captured is of another one."""
         self._graphs.clear()
         self._shapes.clear()
         self._last = None
