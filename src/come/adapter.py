@@ -528,7 +528,7 @@ def adapt(
         compile: the model by `torch.compile`, and on a GPU the whole step as one CUDA graph: for the first shape of batch, and
             for others that come twice in a row. The first steps then take seconds to a minute. What cannot be compiled or
             captured says so once, and runs as it can.
-        channels_last: images and convolutions with the channels innermost: faster for convolutions in bf16.
+        channels_last: on a GPU, images and convolutions with the channels innermost: faster for convolutions in bf16.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
             says which.
 

@@ -46,7 +46,7 @@ class Mode:
         precision: "float32": as the model and torch are set. "tf32": matrix products and convolutions of a GPU in TF32.
             "bf16": the same in bfloat16 (autocast). Objective, adapted weights, moments and signals are in float32 always.
         compile: forward, objective and backward by `torch.compile`, and on a GPU the whole step as one CUDA graph.
-        channels_last: images and the weights of convolutions with the channels innermost: often faster for convolutions in
+        channels_last: on a GPU, images and the weights of convolutions with the channels innermost: faster for convolutions in
             bf16.
     """
 
@@ -94,14 +94,16 @@ class Mode:
 
     def images(self, x: Inputs) -> Inputs:
         """The batch in the memory format that is asked for."""
-        if not self.channels_last:
-            return x
+        return x.map(lambda value: self.laid_out(value) if isinstance(value, Tensor) else value)
 
-        def one(value: Any) -> Any:
-            image = isinstance(value, Tensor) and value.ndim == 4
-            return value.contiguous(memory_format=torch.channels_last) if image else value
+    def laid_out(self, value: Tensor) -> Tensor:
+        """Images or weights of a convolution in the memory format that is asked for.
 
-        return x.map(one)
+        On a GPU only: on a CPU it hardly pays, and GroupNorm's backward crashes there in older releases of torch.
+        """
+        if not (self.channels_last and value.ndim == 4 and value.is_cuda):
+            return value
+        return value.contiguous(memory_format=torch.channels_last)
 
 
 class MixedNorm(nn.Module):
@@ -184,9 +186,11 @@ def _room() -> Iterator[None]:
     it looks for itself, and of TF32 where float32 was asked for.
     """
     config: Any = torch._dynamo.config
-    names = [n for n in ("recompile_limit", "accumulated_recompile_limit") if hasattr(config, n)]
-    names = names or ["cache_size_limit", "accumulated_cache_size_limit"]
-    with config.patch(dict.fromkeys(names, 1024)), warnings.catch_warnings():
+    if hasattr(config, "recompile_limit"):
+        wanted = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
+    else:  # before torch 2.6; before 2.5 parameters were constants, unless asked for
+        wanted = {"cache_size_limit": 1024, "accumulated_cache_size_limit": 1024, "inline_inbuilt_nn_modules": True}
+    with config.patch(wanted), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         yield
@@ -300,9 +304,7 @@ class StandIn:
                 value = p.detach()
                 if mode.precision == "bf16" and value.dtype == torch.float32:
                     value = value.bfloat16()
-                if mode.channels_last and value.ndim == 4:
-                    value = value.contiguous(memory_format=torch.channels_last)
-                converted[key] = nn.Parameter(value, requires_grad=False)
+                converted[key] = nn.Parameter(mode.laid_out(value), requires_grad=False)
             setattr(module, name, converted[key])
 
     def __call__(self, given: dict[str, Tensor], x: Inputs, share: Tensor | float = 1.0) -> Any:
