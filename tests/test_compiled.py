@@ -293,6 +293,21 @@ def test_a_stand_in_follows_the_model():
     assert fast(x).shape[1] == 7
 
 
+def test_a_stand_in_follows_the_model_without_a_step():
+    """Also where the model is called for something else: a prediction, or what a new adapter finds in source data."""
+    model, x = TinyClassifier(NORMS["layer"]).to(DEVICE), batches(1)[0].to(DEVICE)
+    make = lambda model: come.adapt(model, "eata", precision="bf16", source=[x])  # noqa: E731
+    fast = make(model)
+    before = fast.predict(x)
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    assert not torch.equal(fast.predict(x), before)
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    other = make(copy.deepcopy(model))
+    assert torch.equal(make(model)._core.fixed["fisher"], other._core.fixed["fisher"])
+
+
 def test_adapters_of_one_model_share_stand_ins():
     model, x = TinyClassifier(NORMS["layer"]).to(DEVICE), batches(1)[0].to(DEVICE)
     for method in ("tent", "eata", "pl"):

@@ -101,6 +101,7 @@ class Adapter:
             self._borrow(self.method.select, mode or Mode())
             self._now = self._first()
         with self._lock:
+            self._follow()
             ctx = self._context(self._now, 1)
             self._core.fixed |= self._running(lambda: self.method.setup(ctx))
         for name in self.method.once:
@@ -292,7 +293,9 @@ class Adapter:
 
     @untracked()
     def _follow(self) -> None:
-        """After the user has moved or cast the model, bring everything along."""
+        """After the user has moved, cast or loaded the model, bring everything along."""
+        if not (self._borrowed.mode.plain or self._borrowed.fresh()):
+            self._steps.forget()
         device, dtype = self._borrowed.device, self._borrowed.dtype
         if self._now.weights.device == device and self._now.weights.dtype == dtype:
             return

@@ -31,6 +31,8 @@ class Layer(NamedTuple):
     var: Tensor | None
 
 
+StatisticsRule = Literal["batch", "mixed", "source"]
+"""The rule by name: what the batch's statistics count for."""
 Estimate = Callable[[Layer, Tensor], tuple[Tensor, Tensor]]
 Statistics = Union[Estimate, "mixed", Literal["batch"], None]
 

@@ -15,10 +15,19 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from come.batchnorm import Layer, Statistics, batch_statistics, mixed, normalizing, rescaling, unit_statistics
+from come.batchnorm import (
+    Layer,
+    Statistics,
+    StatisticsRule,
+    batch_statistics,
+    mixed,
+    normalizing,
+    rescaling,
+    unit_statistics,
+)
 from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
-from come.running import Function, Mode, Place, Rule, StandIn, StandIns, call_with, fused
+from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
 from come.select import BATCH_NORMS, Selector
 
 ALIGNED = 64
@@ -58,7 +67,9 @@ class Borrowed:
         self._slots, self._links = _slots(model, self._number)
         self._versions = self._read_versions()
         self._modules = list(model.modules())
+        self._names = frozenset(slot.name for slot in self._slots)
         self._norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
+        self._synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
         self._affine = [
             Slot(f"{path}.{name}", norm, name, p)
             for path, norm in self._norms.items()
@@ -233,24 +244,24 @@ class Borrowed:
             self._undo(mark)
             self._refresh(known)
 
-    def _rule_of(self, statistics: Statistics, batch: int) -> Rule | None:
+    def _rule_of(self, statistics: Statistics, batch: int) -> StatisticsRule | None:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
         if statistics is None or not self._norms:
             return "source"
         if isinstance(statistics, mixed):
             return "mixed"
-        synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
-        return "batch" if statistics == "batch" and batch > 1 and not synchronized else None
+        return "batch" if statistics == "batch" and batch > 1 and not self._synchronized else None
 
-    def _stand_in(self, rule: Rule) -> StandIn:
+    def _stand_in(self, rule: StatisticsRule) -> StandIn:
         """The model as it is run, made when it is first needed."""
-        names = {slot.name for slot in self._slots}
-        key = (rule, self.compiled, self.mode, frozenset(names))
+        key = (rule, self.compiled, self.mode, self._names)
         known = StandIns.of(self.model)
         if key not in known.made:
             with torch.no_grad():
                 layers = dict(zip(self._norms, self.layers(), strict=True))
-                known.made[key] = StandIn(self.model, names, layers, rule, self.mode, self.compiled, known.converted)
+                known.made[key] = StandIn(
+                    self.model, self._names, layers, rule, self.mode, self.compiled, known.converted
+                )
         return known.made[key]
 
     @contextmanager
@@ -302,8 +313,7 @@ class Borrowed:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
         if statistics is None or not self._norms:
             return []
-        synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
-        if statistics == "batch" and batch > 1 and not synchronized:
+        if statistics == "batch" and batch > 1 and not self._synchronized:
             for layer in self._norms.values():
                 self._batch_flags(layer)
             return []
@@ -311,7 +321,7 @@ class Borrowed:
         found: list[Place] = []
         for path, known in zip(self._norms, self.layers(), strict=True):
             prefix, layer = f"{path}." if path else "", known.module
-            if isinstance(estimate, mixed) and batch > 1 and layer.affine and not synchronized:
+            if isinstance(estimate, mixed) and batch > 1 and layer.affine and not self._synchronized:
                 self._batch_flags(layer)
                 weight, bias = (given.get(f"{prefix}{name}", getattr(layer, name)) for name in ("weight", "bias"))
                 # So that they are put back: the hook replaces them.

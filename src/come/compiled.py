@@ -53,8 +53,6 @@ class Steps:
     def run(self, how: How, before: Before, x: Inputs, count: int, running: Running) -> After:
         """One step."""
         step = self._step
-        if not step.model.mode.plain and not step.model.fresh():
-            self.forget()
 
         def compute() -> After:
             step.seed(count)

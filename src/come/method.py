@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from come import objectives
-from come.batchnorm import Layer, Statistics, mixed
+from come.batchnorm import Layer, Statistics, StatisticsRule, mixed
 from come.borrowed import Borrowed
 from come.errors import ConfigError, ModelError, require, require_int, require_number, shown
 from come.heads import Head
@@ -27,8 +27,6 @@ from come.objectives import Objective
 from come.optim import Moments, OptimizerFactory, Rule, adam, sgd
 from come.registry import Registry
 from come.select import Selector, norm_affine
-
-StatisticsRule = Literal["batch", "mixed", "source"]
 
 Written = tuple[Tensor, Tensor, Tensor]
 """An entry of a method's memory, the rows of it that were overwritten, and what was in them."""

@@ -18,13 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.batchnorm import Layer, mixed, normalizing, unit_statistics
+from come.batchnorm import Layer, StatisticsRule, mixed, normalizing, unit_statistics
 from come.errors import require
 from come.inputs import Inputs
 
 Precision = Literal["float32", "tf32", "bf16"]
-Rule = Literal["source", "batch", "mixed"]
-"""What the BatchNorm layers of a stand-in normalize by."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -94,6 +92,8 @@ class Mode:
 
     def images(self, x: Inputs) -> Inputs:
         """The batch in the memory format that is asked for."""
+        if not self.channels_last:
+            return x
         return x.map(lambda value: self.laid_out(value) if isinstance(value, Tensor) else value)
 
     def laid_out(self, value: Tensor) -> Tensor:
@@ -240,9 +240,9 @@ class StandIn:
     def __init__(
         self,
         model: nn.Module,
-        adapted: set[str],
+        adapted: frozenset[str],
         layers: Mapping[str, Layer],
-        rule: Rule,
+        rule: StatisticsRule,
         mode: Mode,
         compiled: bool,
         converted: Converted,
@@ -292,7 +292,7 @@ class StandIn:
                     setattr(module, name, new)
 
     @staticmethod
-    def _convert(path: str, module: nn.Module, adapted: set[str], mode: Mode, converted: Converted) -> None:
+    def _convert(path: str, module: nn.Module, adapted: frozenset[str], mode: Mode, converted: Converted) -> None:
         """Round weights and put their channels last, once and not at each call."""
         if type(module) not in MATRICES:
             return

@@ -197,12 +197,15 @@ class Bench:
         size = max((stream.order[p] for stream in self._streams for p in range(len(stream))), default=0) + 1
         size = max(size, self.cells[0].size if source is self._source else len(source))
         if not source.at_hand or (self.jobs > 1 and source.holds is None):
-            severities = range(1, 6) if self.plan.setting == "gradual" else (self.plan.severity or 5,)
             shifts: list[tuple[str | None, int]] = []
-            shifts += [(name, severity) for name in self.plan.corruptions or () for severity in severities]
+            shifts += [(name, severity) for name in self.plan.corruptions or () for severity in self._severities]
             shifts += [shift for stream in self._streams for shift in stream.shifts]
             source = Kept(source, size, shifts)
         return Resident(source, size) if self._device.type == "cuda" else source
+
+    @property
+    def _severities(self) -> Sequence[int]:
+        return range(1, 6) if self.plan.setting == "gradual" else (self.plan.severity or 5,)
 
     def _check_data(self) -> None:
         plan, source, model = self.plan, self._source, self._model
@@ -217,8 +220,7 @@ class Bench:
             raise InputError(
                 f"{source.name} holds corrupted images only; the {plan.setting} setting needs clean ones: folder:PATH"
             )
-        severities = range(1, 6) if plan.setting == "gradual" else (plan.severity or 5,)
-        for severity in severities:
+        for severity in self._severities:
             source.require(plan.corruptions or (), severity)
         if any("source" in get_method(name.partition(":")[0]).hyperparameters() for name in plan.methods):
             self._clean = self._open(plan.source_data) if plan.source_data else source

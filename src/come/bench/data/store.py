@@ -32,7 +32,37 @@ UNKNOWN, THERE, BAD = 0, 1, 2
 """What is known of a sample."""
 
 
-class Kept(Source):
+class _Around(Source):
+    """What keeps the images of another source: all else is that source's.
+
+    Args:
+        source: where the images come from.
+        size: how many samples are used, the first ones.
+    """
+
+    def __init__(self, source: Source, size: int) -> None:
+        self.source, self.name, self.num_classes = source, source.name, source.num_classes
+        self.holds, self.severities = source.holds, source.severities
+        self._size = min(size, len(source))
+
+    def __len__(self) -> int:
+        """Number of samples of the source."""
+        return len(self.source)
+
+    def labels(self) -> Tensor:
+        """The source's."""
+        return self.source.labels()
+
+    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
+        """As the source does."""
+        self.source.require(corruptions, severity)
+
+    def source_images(self, count: int) -> Tensor:
+        """The source's."""
+        return self.source.source_images(count)
+
+
+class Kept(_Around):
     """A source whose samples are decoded when they are first asked for, and read from a file from then on.
 
     The file has no name: it is gone when the last process that holds it ends, however it ends. Processes that are started
@@ -52,9 +82,7 @@ class Kept(Source):
     """
 
     def __init__(self, source: Source, size: int, shifts: Sequence[tuple[str | None, int]] = ()) -> None:
-        self.source, self.name, self.num_classes = source, source.name, source.num_classes
-        self.holds, self.severities = source.holds, source.severities
-        self._size = min(size, len(source))
+        super().__init__(source, size)
         chosen = [(None, 0)] if source.holds is None else list(dict.fromkeys(shifts))
         self._shape = _shape(source, *chosen[0]) if chosen else ()
         place, fitting = _room(self._size * int(np.prod(self._shape)), len(chosen)) if self._shape else (None, 0)
@@ -75,23 +103,11 @@ class Kept(Source):
         self._labels: npt.NDArray[np.int64] = np.frombuffer(self._head, np.int64, each).reshape(shape)
         self._states: npt.NDArray[np.uint8] = np.frombuffer(self._head, np.uint8, each, 8 * each).reshape(shape)
 
-    def __len__(self) -> int:
-        """Number of samples of the source."""
-        return len(self.source)
-
-    def labels(self) -> Tensor:
-        """The source's."""
-        return self.source.labels()
-
-    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
-        """As the source does."""
-        self.source.require(corruptions, severity)
-
     def source_images(self, count: int) -> Tensor:
         """The source's; those that are among its samples are read like these."""
         if type(self.source).source_images is Source.source_images:
-            return super().source_images(count)
-        return self.source.source_images(count)
+            return Source.source_images(self, count)
+        return super().source_images(count)
 
     def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
         """Whether nothing is left to decode of these."""
@@ -194,7 +210,7 @@ class Kept(Source):
             self._attach(state["_file"].detach())
 
 
-class Resident(Source):
+class Resident(_Around):
     """A source whose images stay on the device once they were there, if all of them take a small share of its memory.
 
     Args:
@@ -203,31 +219,13 @@ class Resident(Source):
     """
 
     def __init__(self, source: Source, size: int) -> None:
-        self.source, self.name, self.num_classes = source, source.name, source.num_classes
-        self.holds, self.severities = source.holds, source.severities
-        self._size = min(size, len(source))
+        super().__init__(source, size)
         self._sets: dict[tuple[str | None, int], tuple[Tensor, Tensor, Tensor] | None] = {}
 
     @property
     def bytes(self) -> int:
         """What the images take there."""
         return sum(found[0].numel() for found in self._sets.values() if found is not None)
-
-    def __len__(self) -> int:
-        """Number of samples of the source."""
-        return len(self.source)
-
-    def labels(self) -> Tensor:
-        """The source's."""
-        return self.source.labels()
-
-    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
-        """As the source does."""
-        self.source.require(corruptions, severity)
-
-    def source_images(self, count: int) -> Tensor:
-        """The source's."""
-        return self.source.source_images(count)
 
     def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
         """Whether all of these that can be read are on the device."""
