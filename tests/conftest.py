@@ -11,6 +11,9 @@ from come import testing
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
+# On a GPU: no TF32, which other kernels round otherwise, and no additions in a changing order.
+torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.deterministic = True
 
 
 class Conformance:

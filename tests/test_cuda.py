@@ -36,14 +36,6 @@ def make(build):
     return make
 
 
-@pytest.fixture(autouse=True)
-def exact():
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @contextmanager
 def refusing_to_wait():
     """Whatever would wait for the device raises."""

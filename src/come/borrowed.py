@@ -220,7 +220,7 @@ class Borrowed:
             with self.mode.rounding(self.device):
                 if rule is None:
                     return self._call_own(given, self.mode.images(x), statistics, hooks)
-                share = statistics.share if isinstance(statistics, mixed) else 1.0
+                share = statistics.share if isinstance(statistics, mixed) else None
                 return self._stand_in(rule)(given, self.mode.images(x), share)
         except (RuntimeError, ValueError, IndexError) as error:
             raise self._explained(error, x) from error

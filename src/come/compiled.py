@@ -23,6 +23,7 @@ from torch import Tensor
 from come.errors import ComeError
 from come.inputs import Inputs
 from come.method import NotCapturable, Written, undo
+from come.running import room
 from come.transition import After, Before, How, Transition
 
 SHAPES = 8
@@ -111,7 +112,8 @@ class Steps:
         model = self._step.model
         model.compiled = True
         try:
-            return running(step)
+            with room():
+                return running(step)
         except ComeError:
             raise
         except Exception as error:

@@ -109,10 +109,10 @@ class Mode:
 class MixedNorm(nn.Module):
     """A BatchNorm layer on mixed statistics, in one pass: see `come.batchnorm.mixed`."""
 
-    def __init__(self, norm: nn.BatchNorm2d, layer: Layer, share: Tensor) -> None:
+    def __init__(self, norm: nn.BatchNorm2d, layer: Layer, rule: mixed) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self._layer, self._rule = layer, mixed(share)
+        self._layer, self._rule = layer, rule
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, ...) -> the same."""
@@ -172,14 +172,14 @@ def fused(function: Function) -> Function:
     compiled = _fused[function]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _room():
+        with room():
             return compiled(*args, **kwargs)
 
     return cast(Function, call)
 
 
 @contextlib.contextmanager
-def _room() -> Iterator[None]:
+def room() -> Iterator[None]:
     """For a call of something compiled.
 
     torch gives up on a function that was compiled for eight models, and a benchmark has more; and it warns of a gradient that
@@ -249,8 +249,8 @@ class StandIn:
     ) -> None:
         aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
         self.module: nn.Module = copy.deepcopy(model, aliases)
-        self.share: Tensor | None = None
-        """Of the batch's statistics, for the rule "mixed"; written at each call."""
+        self._mixing = mixed(torch.ones(()))
+        """For the rule "mixed"; the share is another one at each call."""
         for module in self.module.modules():
             module.training = False
         for path, module in self.module.named_modules():
@@ -276,13 +276,11 @@ class StandIn:
 
     def _mix(self, norm: Any, layer: Layer) -> None:
         """Put a BatchNorm layer on mixed statistics."""
-        if self.share is None:
-            self.share = torch.ones((), device=norm.weight.device if norm.affine else None)
         if type(norm) in PLAIN_NORMS and norm.affine and norm is not self.module:
-            self._replace(norm, MixedNorm(norm, layer, self.share))
+            self._replace(norm, MixedNorm(norm, layer, self._mixing))
             return
         norm.running_mean, norm.running_var = unit_statistics(layer)
-        norm.register_forward_pre_hook(normalizing(layer, mixed(self.share)))
+        norm.register_forward_pre_hook(normalizing(layer, self._mixing))
 
     def _replace(self, old: nn.Module, new: nn.Module) -> None:
         """Put a layer in the place of another, wherever that is."""
@@ -307,14 +305,13 @@ class StandIn:
                 converted[key] = nn.Parameter(mode.laid_out(value), requires_grad=False)
             setattr(module, name, converted[key])
 
-    def __call__(self, given: dict[str, Tensor], x: Inputs, share: Tensor | float = 1.0) -> Any:
+    def __call__(self, given: dict[str, Tensor], x: Inputs, share: Tensor | float | None = None) -> Any:
         """What the model returns for `x` with these parameters, by name, and this share of the batch's statistics."""
-        if self.share is not None:
-            with torch.no_grad():
-                self.share.copy_(torch.as_tensor(share))
         places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
+        if share is not None:
+            places.append((self._mixing.__dict__, "share", torch.as_tensor(share)))
         try:
-            with _room() if self._compiled else contextlib.nullcontext():
+            with room() if self._compiled else contextlib.nullcontext():
                 return call_with(self.module, places, x)
         finally:
             self._refresh()
