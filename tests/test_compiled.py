@@ -13,10 +13,11 @@ from torch import nn
 import come
 from come import compiled
 from come.batchnorm import mixed
-from come.compiled import Captured, Steps, leaves, like, signature
+from come.compiled import Captured, Steps
 from come.inputs import Inputs
 from come.running import MixedNorm, Mode, Patches, StandIn, StandIns
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
+from come.trees import leaves, like, signature
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -18,6 +18,7 @@ from types import ModuleType
 from come import callbacks, methods, objectives, optim, select, theory
 from come.adapter import Adapter, adapt
 from come.errors import ClosedError, CollapseError, ComeError, ConfigError, InputError, ModelError, StateError
+from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.method import Method, Step
 from come.objectives import Objective, Opinion, Softmax
@@ -30,6 +31,7 @@ __all__ = [
     "ComeError",
     "ConfigError",
     "Event",
+    "Fleet",
     "Guard",
     "InputError",
     "Method",

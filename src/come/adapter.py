@@ -25,7 +25,7 @@ from come.borrowed import Borrowed
 from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, shown
 from come.guard.config import Event, Guard
-from come.guard.watch import Watch, send
+from come.guard.watch import Sent, Watch, send
 from come.inputs import Inputs, checked
 from come.locks import ModelLock
 from come.method import Context, Method, Step, Written, undo, untracked
@@ -33,7 +33,7 @@ from come.objectives import Objective
 from come.optim import Moments
 from come.running import Mode, Precision
 from come.select import Selector
-from come.transition import Before, How, Transition
+from come.transition import After, Before, How, Transition
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -199,33 +199,39 @@ class Adapter:
 
     def _advance(self, now: Moment, x: Inputs) -> tuple[Moment, Step, list[Event]]:
         """The next moment, what is returned, and what is to be reported."""
-        events: list[Event] = []
+        now, events = self._begun(now)
+        how = self._how(now)
+        after = self._steps.run(how, self._before(now, x.size), x, now.count, self._running)
+        return self._ended(now, how, after, x.size), after.out, events
+
+    def _begun(self, now: Moment) -> tuple[Moment, list[Event]]:
+        """The moment as a step begins with it: forgotten if that is due, and with old signals read."""
         due = self.method.reset_every is not None and now.count >= self.method.reset_every
         if self.method.episodic or due:
             now = self._forgotten(now)
-        if self.guard is not None:
-            now, events = self._read(now, self.guard)
-        before, how, watch = self._before(now, x.size), self._how(now), now.watch
-        after = self._steps.run(how, before, x, now.count, self._running)
+        return (now, []) if self.guard is None else self._read(now, self.guard)
+
+    def _ended(self, now: Moment, how: How, after: After, size: int, send: Callable[..., Sent] = send) -> Moment:
+        """The moment after a step on `size` samples."""
+        watch = now.watch
         if watch is not None and self.guard is not None:
             assert after.values is not None
             assert after.history is not None
             asked = False
             if how.asking:
-                total = watch.asked + x.size
+                total = watch.asked + size
                 asked = total >= self.guard.samples
                 watch = replace(
                     watch, sums=after.sums, asked=total, candidate=now.weights, asking=not asked, waiting=asked
                 )
-            signals = send(watch.steps, x.size, after.values, asked)
+            signals = send(watch.steps, size, after.values, asked)
             watch = replace(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
         selected = now.selected if after.selected is None else after.selected
-        moment = Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected)
-        return moment, after.out, events
+        return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected)
 
     def _before(self, now: Moment, size: int) -> Before:
         """What a step begins with."""
-        rate = self.learning_rate(size) * (1.0 if now.watch is None else now.watch.scale)
+        rate = self._rate_of(now, size)
         if self._rate is None or self._rate[0] != (rate, now.weights.dtype, self._device):
             value = torch.full((), rate, dtype=now.weights.dtype, device=self._device)
             self._rate = (rate, now.weights.dtype, self._device), value
@@ -236,8 +242,17 @@ class Adapter:
         before = before._replace(history=watch.history)
         if not (watch.asking and self.method.changes):
             return before
-        needed = torch.full((), min(self.guard.samples, size + watch.asked), device=self._device)
+        needed = torch.full((), self._needed(watch, size), device=self._device)
         return before._replace(sums=watch.sums, needed=needed)
+
+    def _rate_of(self, now: Moment, size: int) -> float:
+        """The learning rate for a batch of that size."""
+        return self.learning_rate(size) * (1.0 if now.watch is None else now.watch.scale)
+
+    def _needed(self, watch: Watch, size: int) -> int:
+        """After how many samples a question may be acted on."""
+        assert self.guard is not None
+        return min(self.guard.samples, size + watch.asked)
 
     def _how(self, now: Moment) -> How:
         """What is decided on the host."""

@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 StatisticsRule = Literal["batch", "mixed", "source"]
 """The rule by name: what the batch's statistics count for."""
 Estimate = Callable[[Layer, Tensor], tuple[Tensor, Tensor]]
-Statistics = Union[Estimate, "mixed", Literal["batch"], None]
+Statistics = Union[Estimate, "mixed", "by_selection", Literal["batch"], None]
 
 
 def normalizing(
@@ -123,8 +123,11 @@ def by_group(groups: int, share: Tensor | float = 1.0) -> Estimate:
     return estimate
 
 
-def by_selection(used: Tensor, share: Tensor | float = 1.0) -> Estimate:
+@dataclass(frozen=True, eq=False)
+class by_selection:  # noqa: N801 - reads as the value it is: statistics=by_selection(used)
     """Statistics of the samples in the mask `used` (B,), or of all if it is empty, mixed with the source's as in `mixed`.
+
+    No gradient flows through them.
 
     Example:
         >>> layer = Layer(nn.BatchNorm1d(1), 0, None, None)
@@ -132,15 +135,27 @@ def by_selection(used: Tensor, share: Tensor | float = 1.0) -> Estimate:
         (tensor([2.]), tensor([1.]))
     """
 
-    @torch.no_grad()
-    def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        weight = (used | ~used.any()).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
-        total = weight.sum() * x[0, 0].numel()
-        mean = (x * weight).sum(dim=_dims(x)) / total
-        var = ((x - _like(mean, x)).square() * weight).sum(dim=_dims(x)) / total
-        return _mixed(layer, mean, var, share)
+    used: Tensor
+    share: Tensor | float = 1.0
 
-    return estimate
+    @torch.no_grad()
+    def __call__(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance (C,) for the input (B, C, ...) of a layer."""
+        mean, var = _weighted(x.reshape(1, *x.shape[:2], -1), self.used[None])
+        return _mixed(layer, mean[0], var[0], self.share)
+
+    def by_stream(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance (n, C) for (n, b, C, places), with a mask (n, b) of streams."""
+        return _weighted(exact(x), self.used)
+
+
+def _weighted(x: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (n, C) of the `used` (n, b) samples, or of all, of (n, b, C, places)."""
+    weight = (used | ~used.any(dim=1, keepdim=True)).to(x.dtype)[:, :, None, None]
+    total = weight.sum(dim=(1, 3)) * x.shape[3]
+    mean = (x * weight).sum(dim=(1, 3)) / total
+    var = ((x - mean[:, None, :, None]).square() * weight).sum(dim=(1, 3)) / total
+    return mean, var
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +205,9 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
 
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (C,) of a batch, in float32 or better."""
-    if x.is_cuda and not torch.compiler.is_compiling() and _channels_last(x):  # then `var_mean` takes three times as long
+    if (
+        x.is_cuda and not torch.compiler.is_compiling() and _channels_last(x)
+    ):  # then `var_mean` takes three times as long
         mean, inverse = torch.batch_norm_stats(x, eps)
         return mean, (inverse.square().reciprocal() - eps).clamp_min(0)
     # As torch's BatchNorm does it: a compiler then computes these once.

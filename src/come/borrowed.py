@@ -25,6 +25,7 @@ from come.batchnorm import (
     rescaling,
     unit_statistics,
 )
+from come.by_stream import ByStream
 from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
 from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
@@ -222,6 +223,30 @@ class Borrowed:
                     return self._call_own(given, self.mode.images(x), statistics, hooks)
                 share = statistics.share if isinstance(statistics, mixed) else None
                 return self._stand_in(rule)(given, self.mode.images(x), share)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise self._explained(error, x) from error
+
+    def call_streams(self, x: Inputs, weights: Tensor, streams: int, statistics: Statistics) -> Any:
+        """The same for many streams, whose samples follow each other in `x`.
+
+        Args:
+            x: b samples of each stream.
+            weights: (n, P), or (P,) if they are the same for all.
+            streams: n.
+            statistics: what BatchNorm normalizes by, with tensors (n, ...).
+        """
+        parts = torch.split(weights, self._room, dim=-1) if self._room else ()
+        values = [
+            part[..., : p.numel()].reshape(*weights.shape[:-1], *p.shape).to(p.dtype)
+            for part, p in zip(parts, self.parameters.values(), strict=True)
+        ]
+        given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
+        names = {id(value): name for name, value in given.items()} if weights.ndim == 2 else {}
+        try:
+            with self.mode.rounding(self.device), ByStream(streams, names, statistics):
+                if self.mode.plain:
+                    return self._call_own(given, self.mode.images(x), None, ())
+                return self._stand_in("source")(given, self.mode.images(x))
         except (RuntimeError, ValueError, IndexError) as error:
             raise self._explained(error, x) from error
 

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from come.errors import ComeError
 from come.inputs import Inputs
 from come.method import NotCapturable, Written, undo
 from come.running import room
 from come.transition import After, Before, How, Transition
+from come.trees import leaves, like, signature
 
 SHAPES = 8
 """Shapes of batch that are compiled; more run as they are."""
@@ -235,62 +235,3 @@ def noticing_waits() -> Iterator[list[str]]:
 
 def _autocast() -> tuple[Any, ...]:
     return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-
-
-# ---- trees of tensors: tuples and dicts ----
-
-
-def leaves(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in order.
-
-    Example:
-        >>> leaves(({"a": torch.zeros(1)}, None, 3))
-        [tensor([0.])]
-    """
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, (tuple, list)) else []
-
-
-def like(tree: Any, tensors: list[Tensor]) -> Any:
-    """The tree with other tensors in the place of its own, in order.
-
-    Example:
-        >>> like({"a": torch.zeros(1), "b": 3}, [torch.ones(1)])
-        {'a': tensor([1.]), 'b': 3}
-    """
-    left = iter(tensors)
-
-    def one(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return next(left)
-        if isinstance(part, dict):
-            return {key: one(value) for key, value in part.items()}
-        if isinstance(part, (tuple, list)):
-            parts = [one(value) for value in part]
-            return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
-        return part
-
-    return one(tree)
-
-
-def signature(tree: Any) -> Any:
-    """Something that is equal for trees of the same structure: shapes, types and places of tensors, other values themselves.
-
-    Example:
-        >>> signature(torch.zeros(2, 3)) == signature(torch.ones(2, 3)), signature((1,)) == signature((2,))
-        (True, False)
-    """
-    if isinstance(tree, Tensor):
-        return tree.shape, tree.stride(), tree.dtype, tree.device
-    if isinstance(tree, dict):
-        return tuple((key, signature(value)) for key, value in tree.items())
-    if isinstance(tree, (tuple, list)):
-        return tuple(map(signature, tree))
-    try:
-        hash(tree)
-    except TypeError:
-        return id(tree)
-    return tree

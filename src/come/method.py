@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_arg
 import torch
 from torch import Tensor
 
-from come import objectives
+from come import objectives, stacked
 from come.batchnorm import Layer, Statistics, StatisticsRule, mixed
 from come.borrowed import Borrowed
 from come.errors import ConfigError, ModelError, require, require_int, require_number, shown
@@ -90,7 +90,7 @@ class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
 
 def leaf(values: Tensor) -> Tensor:
     """`values` as a tensor of its own that gradients can be taken with respect to."""
-    return values.detach().requires_grad_()
+    return stacked.leaf(values) if stacked.stacking() else values.detach().requires_grad_()
 
 
 class Context:
@@ -221,8 +221,9 @@ class Context:
 
     def again(self, x: Inputs, used: Tensor, logits: Tensor) -> Tensor | None:
         """Logits with a gradient where `used` (B,) is true, if `forward(x, sparing=True)` gave `logits` without one."""
-        if self.separate:
-            self.selected = int(used.sum()) / len(used)
+        if not self.separate:
+            return None
+        self.selected = int(used.sum()) / len(used)
         return None if logits.requires_grad else self.forward_where(x, used)
 
     def features(self, x: Inputs, **how: Any) -> tuple[Tensor, Tensor]:
@@ -244,6 +245,12 @@ class Context:
         found: int = self.fixed["classes"]
         return found
 
+    def drawn(self, draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor) -> Tensor:
+        """What `draw(values, generator)` makes of a tensor with the random numbers of this step."""
+        if stacked.stacking():
+            return stacked.drawn(draw, values, self.generator)  # type: ignore[arg-type]
+        return draw(values, self.generator)
+
     # ---- descending ----
 
     def gradient(self, loss: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -252,9 +259,11 @@ class Context:
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         scale = LOSS_SCALE if self.model.half or autocast else 1.0
-        found = None
-        if loss.requires_grad:
-            (found,) = torch.autograd.grad(loss * scale if scale != 1 else loss, weights, allow_unused=True)
+        loss, found = loss * scale if scale != 1 else loss, None
+        if stacked.stacking():
+            found = stacked.gradient(loss, weights)
+        elif loss.requires_grad:
+            (found,) = torch.autograd.grad(loss, weights, allow_unused=True)
         if found is None:
             raise ModelError(
                 f"no gradient reaches the {len(self.model.shapes)} adapted parameter(s) of "
@@ -443,6 +452,8 @@ class Method(ABC):
     """Beginnings of the names in `state` that stay on the CPU when the model moves."""
     waits: ClassVar[str] = ""
     """Why a step has to wait for the device, if it does; such a step cannot be one CUDA graph."""
+    by_stream: ClassVar[tuple[str, ...]] = ()
+    """Arguments that may differ between the streams of a `come.Fleet`, beside lr: in `adapt` they are then 0-d tensors."""
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that `setup` uses up; they are not kept."""
 

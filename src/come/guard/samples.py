@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from come.inputs import Inputs, exact
+from come.stacked import stacking
 
 UNUSUAL = 1000.0
 REMEMBERED = 9
@@ -61,7 +62,7 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
 
 def _median(values: Tensor) -> Tensor:
     """Median (0-d) of the entries that are not NaN, the lower of two; NaN if there are none."""
-    return values.nanmedian() if values.device.type == "cpu" else _median_by_rank(values)
+    return values.nanmedian() if _looks(values) else _median_by_rank(values)
 
 
 def _median_by_rank(values: Tensor) -> Tensor:
@@ -71,6 +72,11 @@ def _median_by_rank(values: Tensor) -> Tensor:
     smaller = (v < v[:, None]) | ((v == v[:, None]) & (place < place[:, None]))
     middle = (known.sum() - 1).clamp_min(0) // 2
     return torch.where(smaller.sum(dim=1) == middle, values, 0).sum()
+
+
+def _looks(values: Tensor) -> bool:
+    """Whether looking at values costs nothing: on a CPU, and for one stream."""
+    return values.device.type == "cpu" and not stacking()
 
 
 def _device(x: Inputs) -> torch.device:
@@ -84,8 +90,7 @@ def _magnitude(value: Tensor) -> Tensor:
         return flat.new_zeros(len(flat))
     low, high = flat.amin(dim=1), flat.amax(dim=1)  # on a CPU many times faster than aminmax
     found = torch.maximum(high, -low)
-    on_host = value.device.type == "cpu"  # where looking costs nothing
-    if value.ndim in (2, 3, 4) and not (on_host and bool((low >= -1e4).all())):
+    if value.ndim in (2, 3, 4) and not (_looks(low) and bool((low >= -1e4).all())):
         # an additive attention mask: zeros, and -inf or the like
         mask = ((flat == 0) | (flat <= -1e4)).all() & (low < -1e4).any()
         found = torch.where(mask, 0, found)
@@ -94,7 +99,7 @@ def _magnitude(value: Tensor) -> Tensor:
 
 def _replaced(x: Inputs, valid: Tensor) -> Inputs:
     """The batch with the first valid sample in the place of each invalid one; zeros if there is none."""
-    if valid.device.type == "cpu" and bool(valid.all()):  # where looking costs nothing
+    if _looks(valid) and bool(valid.all()):
         return x
     good, some = valid.to(torch.uint8).argmax().view(1), valid.any()
     size = x.size

@@ -96,7 +96,7 @@ def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tenso
 def votes(logits: Tensor, usable: Tensor) -> Tensor:
     """How many of the `usable` samples (B,) name each class, (B, K) -> (K,) float64."""
     counts = usable.double()
-    return counts.new_zeros(logits.shape[1]).index_add_(0, logits.argmax(dim=1), counts)
+    return counts.new_zeros(logits.shape[1]).index_add(0, logits.argmax(dim=1), counts)
 
 
 @dataclass(frozen=True)

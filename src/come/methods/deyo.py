@@ -58,6 +58,7 @@ class DeYO(Method):
     """
 
     name = "deyo"
+    by_stream = ("limit", "margin", "drop")
     needs = "images"
     cost = "2f 1b"
     select: Selector = norm_affine(skip_last=0.25)
@@ -92,7 +93,7 @@ class DeYO(Method):
         scale = math.log(logits.shape[1])
         sure = ctx.valid & (entropy.detach() < self.limit * scale)
         with torch.no_grad():
-            shuffled = x.with_image((self.shuffle or self._shuffled)(images, ctx.generator))
+            shuffled = x.with_image(ctx.drawn(self.shuffle or self._shuffled, images))
             statistics = None if ctx.share is None else by_selection(sure, ctx.share)
             destroyed = ctx.forward_where(shuffled, sure, statistics=statistics)
         label = logits.argmax(dim=1, keepdim=True)

@@ -51,6 +51,7 @@ class EATA(Method):
     """
 
     name = "eata"
+    by_stream = ("margin", "redundancy")
     needs = "source"
     source: Iterable[Input] | None = None
     margin: float = 0.4

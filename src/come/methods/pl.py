@@ -41,6 +41,7 @@ class PL(Method):
     """
 
     name = "pl"
+    by_stream = ("threshold",)
     minimizes = False
     batch_statistics = False
     threshold: float = 0.9

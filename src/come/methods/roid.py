@@ -60,6 +60,7 @@ class ROID(Method):
     """
 
     name = "roid"
+    by_stream = ("momentum", "average", "temperature")
     needs = "images"
     cost = "2f 1b"
     paper_lr = (2.5e-4, 2.5e-4)
@@ -97,7 +98,8 @@ class ROID(Method):
         loss = soft_likelihood_ratio(mass)
         if self.consistency:
             images = self.normalization.images(x.image("roid"))
-            view = self.normalization.inputs((self.augment or jitter(strength=0.5))(images[None], ctx.generator)[0])
+            augment = self.augment or jitter(strength=0.5)
+            view = self.normalization.inputs(ctx.drawn(lambda one, generator: augment(one[None], generator)[0], images))
             loss = loss + self.objective.consistency(ctx.forward(x.with_image(view)), logits, symmetric=True)
         used = weight > 0
         ctx.descend((weight * loss).sum() / len(weight), go=used.any())

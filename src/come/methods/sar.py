@@ -52,6 +52,7 @@ class SAR(Method):
     """
 
     name = "sar"
+    by_stream = ("margin", "rho", "recover_below")
     cost = "2f 2b"
     select: Selector = norm_affine(skip_last=0.25)
     margin: float = 0.4

@@ -1,0 +1,715 @@
+"""`come.Fleet`: one model, many streams, each of which adapts by itself.
+
+Two adapted copies of a model differ in little: the affine parameters of its norm layers, 0.05% of a ViT. So a fleet keeps one
+model and, for each stream, what an adapter would keep: a `Moment`. A batch may hold samples of many streams. Those with the
+same number of samples, and about which the host has decided the same, go through one step together, see `come.stacked`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from come import saving
+from come.adapter import Moment, adapt
+from come.borrowed import Borrowed
+from come.errors import ComeError, ConfigError, InputError, StateError, shown
+from come.files import replacing
+from come.guard.config import Event, Guard
+from come.guard.watch import Sent
+from come.inputs import Inputs, checked, logits_of
+from come.method import Method, Step, untracked
+from come.objectives import Objective
+from come.optim import TorchRule
+from come.running import Precision
+from come.stacked import Stack, apart, index, joined, over, parted, sent, to_host
+from come.transition import After, Before, How, Transition
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Name = str | int
+NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
+
+
+@dataclass
+class _Stream:
+    """One of the streams."""
+
+    method: Method
+    """With its own learning rate and thresholds."""
+    own: dict[str, float]
+    moment: Moment | None
+    """None while it is on disk."""
+    health: dict[str, float] | None = None
+    """As it was when it was put on disk."""
+
+
+class _Part(NamedTuple):
+    """A stream in a batch."""
+
+    name: str
+    rows: list[int]
+    now: Moment
+    method: Method
+
+
+class Fleet:
+    r"""One model and many streams: cameras, customers, users, or cells of a grid. Each adapts by itself.
+
+    Stream s has its own adapted parameters, moments, memory and guard. A batch goes through the model once for each number of
+    samples per stream that occurs in it, each sample under its own stream's parameters, and one backward gives every stream
+    its own gradient:
+
+    .. math:: \theta_s \leftarrow \theta_s
+              - \eta_s \, \partial_{\theta_s} \frac{1}{|R_s|} \sum_{i \in R_s} H(m(f_{\theta_s}(x_i)))
+
+    The result is that of one `come.adapt` for each stream on the same samples, within rounding. A collapse in one stream, or an
+    absurd input, touches no other. The model is not changed. Threads take turns; a step that fails or is interrupted has not
+    happened, for any stream.
+
+    Args:
+        model: any classifier whose normalization layers are LayerNorm, GroupNorm, RMSNorm, InstanceNorm or BatchNorm, and which
+            keeps samples in the first dimension.
+        method: as in `come.adapt`: Tent, EATA, SAR, DeYO, ROID, PL, and any method that can be replayed as a CUDA graph, calls
+            the model through `ctx.forward` only, and draws random numbers through `ctx.drawn`.
+        objective: as in `come.adapt`.
+        streams: names of streams to open, or how many; these are then called "0", "1", ...
+        resident: so many streams at most keep their state on the device; the least recently used go to host memory, or to
+            `folder`. None: all.
+        folder: where streams go that are not resident; it must exist.
+        guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
+        precision: as in `come.adapt`.
+        channels_last: as in `come.adapt`.
+        **hyperparameters: what the method takes; of all streams, see `open` for one.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        >>> fleet = Fleet(model, "tent", streams=["north", "south"], lr=1e-3)
+        >>> logits = fleet(torch.randn(5, 4), ["north", "north", "south", "north", "south"])
+        >>> logits.shape, fleet.health("south")["steps"]
+        (torch.Size([5, 3]), 1.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str | type[Method] | Method = "tent",
+        *,
+        objective: str | Objective = "come",
+        streams: int | Sequence[Name] = (),
+        resident: int | None = None,
+        folder: str | PathLike[str] | None = None,
+        guard: bool | Guard = True,
+        precision: Precision = "float32",
+        channels_last: bool = False,
+        **hyperparameters: Any,
+    ) -> None:
+        names = _names(streams)
+        if resident is not None and (isinstance(resident, bool) or not isinstance(resident, int) or resident < 1):
+            raise ConfigError(f"resident must be a whole number of streams, at least 1, or None, got {shown(resident)}")
+        if isinstance(guard, Guard) and guard.policy == "raise":
+            raise ConfigError(
+                "a fleet cannot have Guard(policy='raise'): the collapse of one stream would stop all others; use 'recover', "
+                "'freeze' or 'warn', and on_event"
+            )
+        self._folder = None if folder is None else Path(folder)
+        if self._folder is not None and not self._folder.is_dir():
+            raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
+        self._one = adapt(
+            model,
+            method,
+            objective=objective,
+            guard=guard,
+            precision=precision,
+            channels_last=channels_last,
+            **hyperparameters,
+        )
+        """An adapter whose moment is that of whichever stream is looked at."""
+        own = self._one.method
+        if own.waits:
+            raise ConfigError(
+                f"{own.name} cannot run for many streams at once: {own.waits}; use one adapter for each stream"
+            )
+        if isinstance(self._one._core.rule, TorchRule):
+            raise ConfigError(
+                "a fleet takes optimizer='sgd' or 'adam' (come.optim.sgd, come.optim.adam), no torch optimizer"
+            )
+        self._resident = resident
+        self._streams: OrderedDict[str, _Stream] = OrderedDict()
+        """Least recently used first."""
+        self._rates: tuple[tuple[float, ...], Tensor] | None = None
+        self._proven = False
+        """Whether the model was seen to keep samples in the first dimension."""
+        self._warned: set[str] = set()
+        self._check_room(len(names) if resident is None else min(resident, len(names)))
+        for name in names:
+            self.open(name)
+
+    # ---- calling it ----
+
+    def __call__(self, x: Any, streams: Any) -> Tensor:
+        """Adapt every stream to its samples and return logits (B, K), in the order of the batch."""
+        return self.step(x, streams).logits
+
+    def step(self, x: Any, streams: Any) -> Step:
+        """Adapt every stream to its samples; returns what `Adapter.step` does, in the order of the batch.
+
+        Args:
+            x: a batch (B, ...), or a tuple or mapping of the model's arguments.
+            streams: the name of the stream of each sample, or one name for all.
+        """
+        inputs = checked(Inputs.of(x))
+        with self._one._lock:
+            rows = self._rows(streams, inputs.size)
+            self._fetch(list(rows))
+            self._one._check_open()
+            self._follow()
+            first = any(self._moment(name).state is None for name in rows)
+            self._one.method.check(self._one._context(self._one._first(), inputs.size), inputs, first)
+            parts, events = [], list[tuple[str, Event]]()
+            for name, mine in rows.items():
+                stream = self._streams[name]
+                with self._as(stream):
+                    now, said = self._one._begun(self._moment(name))
+                parts.append(_Part(name, mine, now, stream.method))
+                events += [(name, event) for event in said]
+            found = self._one._running(lambda: self._groups(inputs, parts))
+            moments = {name: moment for group in found for name, moment in group[0].items()}
+            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
+            for name, moment in moments.items():
+                self._streams[name].moment = moment
+            self._tell(events)
+            return out
+
+    @untracked()
+    def predict(self, x: Any, streams: Any) -> Tensor:
+        """Logits (B, K) of a batch without adapting to it: nothing changes."""
+        inputs = checked(Inputs.of(x))
+        with self._one._lock:
+            rows = self._rows(streams, inputs.size)
+            self._fetch(list(rows))
+            self._one._check_open()
+            self._follow()
+            parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
+            found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
+            return _in_order([(rows, step) for _, rows, step in found], inputs.size).logits
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        """How little is known of each sample, (B, K) -> (B,) in [0, 1]."""
+        return self._one.uncertainty(logits)
+
+    # ---- one step ----
+
+    def _groups(
+        self, x: Inputs, parts: list[_Part], adapts: bool = True
+    ) -> list[tuple[dict[str, Moment], list[int], Step]]:
+        """All groups of the batch: new moments, rows of the batch, and what is returned for them."""
+        self._prove(x)
+        groups: dict[Any, list[_Part]] = {}
+        for part in parts:
+            with self._as(self._streams[part.name]):
+                how = self._one._how(part.now)._replace(few=False)
+            watch = part.now.watch
+            if not adapts:
+                how = How(resting=how.resting, trusted=how.trusted)
+            asked = how.asking and watch is not None and watch.sums is not None
+            groups.setdefault((how, len(part.rows), part.now.state is None, asked), []).append(part)
+        found = []
+        for (how, size, _, _), members in groups.items():
+            rows = [row for part in members for row in part.rows]
+            mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
+            after = self._together(how, members, mine, size, adapts)
+            out = Step(*(None if value is None else value.flatten(0, 1) for value in after.out))  # type: ignore[arg-type]
+            found.append((self._ended(how, members, after, size) if adapts else {}, rows, out))
+        return found
+
+    def _together(self, how: How, parts: list[_Part], x: Inputs, size: int, adapts: bool) -> After:
+        """One step of streams with the same number of samples; all tensors of the result are (n, ...)."""
+        core = copy.copy(self._one._core)
+        core.model, core.written = cast(Borrowed, Stack(self._one._borrowed)), []
+        core.generator = self._generators(parts)
+        own = {name: [getattr(part.method, name) for part in parts] for name in core.method.by_stream}
+        differ = {name: values for name, values in own.items() if set(values) != {getattr(core.method, name)}}
+        before = self._before(how, parts, size)
+        if before.state is None and "classes" not in core.fixed:  # found once, by one stream
+            self._one._context(self._one._first(), size).classes(x.take(slice(0, size)))
+
+        def one(given: tuple[Before, dict[str, Tensor]], x: Inputs) -> After:
+            if given[1]:
+                core.method = copy.copy(core.method)
+                for name, value in given[1].items():
+                    setattr(core.method, name, value)
+            return core(how, given[0], x, None) if adapts else self._predicted(core, how, given[0], x, size)
+
+        try:
+            mine = {name: sent(values, self._one._device, before.weights.dtype) for name, values in differ.items()}
+            return cast(After, over(one, (before, mine), x, len(parts)))
+        except ComeError:
+            raise
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            if "vmap" not in str(error):
+                raise
+            raise ConfigError(
+                f"{core.method.name} cannot run for many streams at once: {str(error).strip().splitlines()[0]}; use one "
+                "adapter for each stream"
+            ) from error
+
+    @staticmethod
+    @torch.no_grad()
+    def _predicted(core: Transition, how: How, before: Before, x: Inputs, size: int) -> After:
+        valid = torch.ones(size, dtype=torch.bool, device=before.weights.device)
+        ctx = core.context(how, before, valid, None)
+        if before.state is None:
+            ctx.state = core.method.initial_state(ctx, x)
+        logits = ctx.forward(x, core.source, statistics=None) if how.resting else core.method.predict(ctx, x)
+        return After(before.weights, {}, {}, Step(logits))
+
+    def _before(self, how: How, parts: list[_Part], size: int) -> Before:
+        """What a step of these streams begins with, (n, ...)."""
+        moments = [part.now for part in parts]
+        rates = []
+        for part in parts:
+            scale = 1.0 if part.now.watch is None else part.now.watch.scale
+            rates.append(part.method.learning_rate(size, self._one._borrowed.has_batch_norm) * scale)
+        key = tuple(rates)
+        weights = torch.stack([now.weights for now in moments])
+        if self._rates is None or self._rates[0] != key or self._rates[1].device != weights.device:
+            self._rates = key, sent(rates, weights.device, weights.dtype)
+        states = [now.state for now in moments]
+        before = Before(
+            weights,
+            joined([now.moments for now in moments]),
+            None if states[0] is None else joined(cast("list[dict[str, Tensor]]", states)),
+            self._rates[1],
+        )
+        watches = [now.watch for now in moments if now.watch is not None]
+        if not watches:
+            return before
+        before = before._replace(history=torch.stack([watch.history for watch in watches]))
+        if not how.asking:
+            return before
+        needed = sent([self._one._needed(watch, size) for watch in watches], weights.device, torch.int64)
+        sums = [watch.sums for watch in watches]
+        known = [value for value in sums if value is not None]
+        return before._replace(needed=needed, sums=torch.stack(known) if known else None)
+
+    def _ended(self, how: How, parts: list[_Part], after: After, size: int) -> dict[str, Moment]:
+        """The moment of each stream after a step: tensors of its own."""
+        weights = apart(after.weights)
+        moments, state = parted(after.moments, len(parts)), parted(after.state, len(parts))
+        history = [None] * len(parts) if after.history is None else apart(after.history)
+        sums = [None] * len(parts) if after.sums is None else apart(after.sums)
+        values, arrived = to_host(after.values)
+        found = {}
+        for i, part in enumerate(parts):
+            mine = None if values is None else values[i]
+            then = After(weights[i], moments[i], state[i], after.out, history[i], sums[i], mine)
+
+            def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
+                return Sent(step, batch, values, arrived, asked)
+
+            found[part.name] = self._one._ended(part.now, how, then, size, send)
+        return found
+
+    def _generators(self, parts: list[_Part]) -> Any:
+        """The random numbers of stream i, as an adapter of its own would have them."""
+        core = self._one._core
+
+        def begin(i: int) -> torch.Generator:
+            core.seed(parts[i].now.count)
+            return core.generator
+
+        return begin
+
+    def _prove(self, x: Inputs) -> None:
+        """See once that two streams get what each would get alone."""
+        if self._proven or not self._one._borrowed.parameters:
+            return
+        borrowed, source = self._one._borrowed, self._one._core.source
+        pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device))
+        stack = Stack(borrowed)
+        with torch.no_grad():
+            draw = torch.Generator(source.device).manual_seed(0)
+            noise = torch.randn(2, len(source), generator=draw, device=source.device, dtype=source.dtype)
+            weights = source * (1 + 0.3 * noise) + 0.1 * noise.flip(0)
+            both = over(lambda given, x: stack.call(x, given), weights, pair, 2).flatten(0, 1).float()
+
+            def alone(i: int, given: Tensor) -> Tensor:
+                return logits_of(borrowed.call(pair.take(slice(i, i + 1)), given, None, ()), 1)[0].float()
+
+            own, other = (torch.stack([alone(0, weights[a]), alone(1, weights[1 - a])]) for a in (0, 1))
+            error, effect = (both - own).abs().amax(), (other - own).abs().amax()
+        if not bool(error <= 0.2 * effect + 1e-6):
+            raise ConfigError(
+                f"{type(self._one.model).__name__} does not keep samples in the first dimension of its norm layers, so a "
+                f"fleet cannot tell streams apart (logits off by {float(error):.2g}, where another stream's weights change "
+                f"them by {float(effect):.2g}); use one adapter for each stream"
+            )
+        self._proven = True
+
+    def _tell(self, events: list[tuple[str, Event]]) -> None:
+        for name, event in events:
+            if event.kind == "probabilities":  # of the model, not of the stream: once
+                if event.kind in self._warned:
+                    continue
+                self._warned.add(event.kind)
+            details = event.details | {"stream": name}
+            self._one._tell([event._replace(message=f"stream {name}: {event.message}", details=details)])
+
+    # ---- streams ----
+
+    @property
+    def streams(self) -> list[str]:
+        """Names of the open streams, least recently used first."""
+        return list(self._streams)
+
+    def __len__(self) -> int:
+        """How many streams are open."""
+        return len(self._streams)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a stream of that name is open."""
+        return str(name) in self._streams
+
+    def open(self, name: Name, **own: float) -> None:
+        """Begin a new stream at the source model.
+
+        Args:
+            name: up to 128 letters, digits and `_ . @ + : = -`; not a dot first.
+            **own: a learning rate and thresholds of its own: lr, and what the method lists in `by_stream`.
+        """
+        name = _name(name)
+        with self._one._lock, untracked():
+            self._one._check_open()
+            if name in self._streams:
+                raise ConfigError(f"stream {name!r} is open already; close() it first, or reset() it")
+            self._follow()
+            stream = self._new(own)
+            room = len(self._streams) + 1
+            self._check_room(room if self._resident is None else min(room, self._resident))
+            self._streams[name] = stream
+            self._evict(keep={name})
+
+    def _new(self, own: dict[str, float]) -> _Stream:
+        method = self._one.method
+        known = ("lr", *method.by_stream)
+        for key in own:
+            if key not in known:
+                raise ConfigError(
+                    f"{key!r} of {method.name} cannot differ by stream; what can: {', '.join(known)}. Give it to Fleet()"
+                )
+        mine = replace(method, **cast(Any, own)) if own else method
+        return _Stream(mine, dict(own), self._one._first())
+
+    def close(self, name: Name | None = None) -> None:
+        """Forget a stream; without a name end the fleet. The model is as it was handed in."""
+        with self._one._lock:
+            if name is None:
+                self._one.close()
+                self._streams.clear()
+                return
+            del self._streams[self._known(name)]
+            if (file := self._file(_name(name))) is not None:
+                file.unlink(missing_ok=True)
+
+    def reset(self, name: Name | None = None) -> None:
+        """Put a stream, or all, back to the source model."""
+        with self._one._lock, untracked():
+            self._one._check_open()
+            self._follow()
+            for one in self._streams if name is None else [self._known(name)]:
+                stream = self._streams[one]
+                stream.moment = self._one._first() if stream.moment is None else self._one._forgotten(stream.moment)
+            self._evict()
+
+    def __enter__(self) -> Self:
+        """Enter a `with` block; at its end the fleet is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # ---- what can be seen ----
+
+    def health(self, name: Name | None = None) -> dict[str, Any]:
+        """Counters and gauges of one stream's guard, as `Adapter.health`; without a name those of all, by stream."""
+        with self._one._lock:
+            if name is None:
+                return {one: self.health(one) for one in self._streams}
+            stream = self._streams[self._known(name)]
+            if stream.moment is None:
+                return dict(stream.health or {})
+            with self._as(stream):
+                return self._one.health()
+
+    def count(self, name: Name) -> int:
+        """Batches that a stream has adapted to since it was opened or reset."""
+        return self._moment(self._known(name)).count
+
+    def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
+        """The adapted parameters of a stream by name: copies."""
+        with self._one._lock, self._as(self._streams[self._known(name)]):
+            self._load_back(self._known(name))
+            return self._one.adapted_parameters
+
+    def state(self, name: Name) -> dict[str, Tensor]:
+        """What the method remembers of a stream: copies."""
+        with self._one._lock, self._as(self._streams[self._known(name)]):
+            return self._one.state
+
+    def __repr__(self) -> str:
+        """The adapter, and how many streams."""
+        where = "" if self._resident is None else f", {self._resident} resident"
+        return f"Fleet({len(self._streams)} streams{where}, each {self._one!r})"
+
+    # ---- state ----
+
+    def save(self, path: str | PathLike[str], name: Name | None = None) -> None:
+        """Write the state of a stream to a file that `Adapter.load` reads too; without a name, of all into a folder."""
+        with self._one._lock, untracked():
+            if name is not None:
+                self._write(self._known(name), Path(path))
+                return
+            folder = Path(path)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                files = {one: f"{quote(one, safe='')}.safetensors" for one in self._streams}
+                for one, file in files.items():
+                    self._write(one, folder / file)
+                index = {"format": FORMAT, "streams": {one: self._streams[one].own for one in files}}
+                with replacing(folder / INDEX) as beside:
+                    beside.write_text(json.dumps(index, indent=1))
+            except OSError as error:
+                raise StateError(
+                    f"cannot write to {folder}: {error.strerror}; choose a folder that is writable"
+                ) from error
+
+    def load(self, path: str | PathLike[str], name: Name | None = None) -> None:
+        """Continue a stream, which is opened if it is not, from a file that `save` or `Adapter.save` wrote.
+
+        Without a name: all streams of a folder that `save` wrote. What does not fit changes nothing.
+        """
+        with self._one._lock, untracked():
+            self._one._check_open()
+            self._follow()
+            if name is not None:
+                name = _name(name)
+                stream = self._streams.get(name) or self._new({})
+                found = {name: replace(stream, moment=self._read(stream, Path(path)))}
+            else:
+                found = {}
+                for one, own in _index_of(Path(path)).items():
+                    stream = self._new(own)
+                    file = Path(path) / f"{quote(one, safe='')}.safetensors"
+                    found[one] = replace(stream, moment=self._read(stream, file))
+            for one, stream in found.items():
+                self._streams[one] = stream
+                self._streams.move_to_end(one)
+            self._evict()
+
+    def _write(self, name: str, path: Path) -> None:
+        stream = self._streams[name]
+        if stream.moment is None:
+            kept = self._file(name)
+            assert kept is not None
+            with replacing(path) as beside:
+                beside.write_bytes(kept.read_bytes())
+            return
+        with self._as(stream):
+            saving.save(self._one, path)
+
+    def _read(self, stream: _Stream, path: Path) -> Moment:
+        with self._as(replace(stream, moment=self._one._first())):
+            return saving.restored(self._one, saving.read(path, self._one.method.name))
+
+    # ---- inside ----
+
+    @contextmanager
+    def _as(self, stream: _Stream) -> Iterator[None]:
+        """The adapter as that of one stream."""
+        one, core = self._one, self._one._core
+        before = one._now, one.method
+        try:
+            one.method = core.method = stream.method
+            if stream.moment is not None:
+                one._now = stream.moment
+            yield
+        finally:
+            one._now, one.method = before
+            core.method = before[1]
+
+    def _moment(self, name: str) -> Moment:
+        moment = self._streams[name].moment
+        assert moment is not None
+        return moment
+
+    def _known(self, name: Name) -> str:
+        name = _name(name)
+        if name not in self._streams:
+            raise ConfigError(
+                f"there is no stream {name!r}; open() it first ({len(self._streams)} are open"
+                + (f", such as {', '.join(map(repr, list(self._streams)[:3]))})" if self._streams else ")")
+            )
+        return name
+
+    def _rows(self, streams: Any, size: int) -> dict[str, list[int]]:
+        """The rows of the batch by stream, in the order in which streams occur."""
+        if isinstance(streams, (str, int)):
+            streams = [streams] * size
+        names = streams.tolist() if isinstance(streams, Tensor) else list(streams)
+        if len(names) != size:
+            raise InputError(f"streams must name the stream of each of the {size} samples, got {len(names)} names")
+        rows: dict[str, list[int]] = {}
+        for i, name in enumerate(names):
+            key = name if name in self._streams else self._known(name)
+            rows.setdefault(key, []).append(i)
+        if self._resident is not None and len(rows) > self._resident:
+            raise InputError(
+                f"the batch holds samples of {len(rows)} streams, and resident={self._resident} fit on the device; give "
+                "smaller batches, or a larger resident"
+            )
+        return rows
+
+    def _fetch(self, names: list[str]) -> None:
+        """Bring the state of these streams to the device, and note that they were used."""
+        with untracked():
+            for name in names:
+                self._load_back(name)
+                self._streams.move_to_end(name)
+            self._evict(keep=set(names))
+
+    def _load_back(self, name: str) -> None:
+        stream, file = self._streams[name], self._file(name)
+        if stream.moment is None and file is not None:
+            stream.moment = self._read(stream, file)
+            file.unlink(missing_ok=True)
+        assert stream.moment is not None
+        if stream.moment.weights.device != self._one._device:
+            stream.moment = stream.moment.to(self._one._device, self._one.method.on_host)
+
+    def _evict(self, keep: set[str] | None = None) -> None:
+        """Put the least recently used streams elsewhere until no more than `resident` are on the device."""
+        if self._resident is None:
+            return
+        here = [n for n, stream in self._streams.items() if stream.moment is not None and not self._parked(stream)]
+        for name in here[: max(0, len(here) - self._resident)]:
+            if keep is not None and name in keep:
+                continue
+            stream = self._streams[name]
+            if (file := self._file(name)) is not None:
+                self._write(name, file)
+                stream.health, stream.moment = self.health(name), None
+            elif stream.moment is not None:
+                stream.moment = stream.moment.to(torch.device("cpu"), self._one.method.on_host)
+
+    def _parked(self, stream: _Stream) -> bool:
+        """Whether it is in host memory."""
+        return self._folder is None and stream.moment is not None and stream.moment.weights.device != self._one._device
+
+    def _file(self, name: str) -> Path | None:
+        return None if self._folder is None else self._folder / f"{quote(name, safe='')}.safetensors"
+
+    def _follow(self) -> None:
+        """After the user has moved or cast the model, bring all resident streams along."""
+        one = self._one
+        before = one._now.weights
+        one._follow()
+        if one._now.weights is before:
+            return
+        for stream in self._streams.values():
+            if stream.moment is not None and not self._parked(stream):
+                moment = stream.moment.to(one._device, one.method.on_host)
+                stream.moment = replace(moment, weights=moment.weights.to(one._now.weights.dtype))
+
+    def _check_room(self, streams: int) -> None:
+        """Raise if the state of so many streams cannot be in memory."""
+        one = self._one
+        copies = 1 + sum(value.shape == one._now.weights.shape for value in one._now.moments.values())
+        each = one._now.weights.nbytes * (copies + (2 if one.guard is not None else 0))
+        taken = sum(s.moment is not None and not self._parked(s) for s in self._streams.values())
+        free = _free(one._device)
+        if free is not None and (streams - taken) * each > free:
+            raise ConfigError(
+                f"{streams} streams of {each / 2**20:.3g} MB each do not fit into the {free / 2**30:.3g} GB that are free on "
+                f"{one._device}; keep fewer on the device with resident="
+                + ("" if self._folder else ", and the others on disk with folder=")
+            )
+
+
+INDEX, FORMAT = "fleet.json", "come-fleet-1"
+
+
+def _index_of(folder: Path) -> dict[str, dict[str, float]]:
+    """Streams of a folder that `save` wrote, and what each has of its own."""
+    try:
+        found = json.loads((folder / INDEX).read_text())
+        if found["format"] != FORMAT:
+            raise StateError(f"{folder / INDEX} must have format {FORMAT!r}, got {shown(found['format'])}")
+        return {_name(name): {str(k): float(v) for k, v in own.items()} for name, own in found["streams"].items()}
+    except OSError as error:
+        raise StateError(f"cannot read {folder / INDEX}: {error.strerror}; give a folder that save() wrote") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(f"{folder / INDEX} is damaged: {error}; use an older copy") from error
+
+
+def _names(streams: int | Sequence[Name]) -> list[str]:
+    """The names that were given, or as many as asked for."""
+    if isinstance(streams, int):
+        if isinstance(streams, bool) or streams < 0:
+            raise ConfigError(f"streams must be names, or how many, at least 0; got {shown(streams)}")
+        return [str(i) for i in range(streams)]
+    if isinstance(streams, str):
+        raise ConfigError(f"streams must be a list of names, or how many; got the text {shown(streams)}")
+    return [_name(name) for name in streams]
+
+
+def _name(name: Any) -> str:
+    """A valid name; it may become the name of a file, a label of a metric and a line of a log."""
+    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+        return str(name)
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ConfigError(
+            f"the name of a stream must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"
+        )
+    return name
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes that are free there; None if nobody knows."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _in_order(parts: list[tuple[list[int], Step]], size: int) -> Step:
+    """What groups returned, in the order of the batch; what some do not return is None."""
+    order = [row for rows, _ in parts for row in rows]
+    columns = list(zip(*(step for _, step in parts), strict=True))
+    whole = [None if any(value is None for value in column) else torch.cat(column) for column in columns]
+    if order != list(range(size)):
+        back = sorted(range(size), key=order.__getitem__)
+        places = index(back, whole[0].device)  # type: ignore[union-attr]
+        whole = [None if value is None else value.index_select(0, places) for value in whole]
+    return Step(*whole)  # type: ignore[arg-type]
