@@ -12,7 +12,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +34,7 @@ from come.optim import Moments
 from come.running import Mode, Precision
 from come.select import Selector
 from come.transition import After, Before, How, Transition
+from come.trees import changed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,7 +74,7 @@ class Moment:
         # Torch optimizers keep some numbers on the CPU on purpose.
         moments = {k: v.to(device) if v.ndim or v.device.type != "cpu" else v for k, v in self.moments.items()}
         watch = None if self.watch is None else self.watch.to(device)
-        return replace(self, weights=self.weights.to(device), moments=moments, state=state, watch=watch)
+        return changed(self, weights=self.weights.to(device), moments=moments, state=state, watch=watch)
 
 
 class Adapter:
@@ -221,11 +222,11 @@ class Adapter:
             if how.asking:
                 total = watch.asked + size
                 asked = total >= self.guard.samples
-                watch = replace(
+                watch = changed(
                     watch, sums=after.sums, asked=total, candidate=now.weights, asking=not asked, waiting=asked
                 )
             signals = send(watch.steps, size, after.values, asked)
-            watch = replace(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
+            watch = changed(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
         selected = now.selected if after.selected is None else after.selected
         return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected)
 
@@ -267,7 +268,7 @@ class Adapter:
         assert now.watch is not None
         watch, events, collapse = now.watch.read(guard, self._core.on_batch)
         if collapse is None or guard.policy == "warn":
-            return replace(now, watch=watch), events
+            return changed(now, watch=watch), events
         if guard.policy == "raise" and collapse.kind == "collapse":
             raise CollapseError(
                 f"{self.method.name} has collapsed at step {collapse.step}: {collapse.message}; reset() it, lower lr, or use "
@@ -275,8 +276,8 @@ class Adapter:
             )
         weightless = not (self._borrowed.parameters or self._core.on_batch)
         watch, weights, more = watch.recovered(guard, collapse, weightless)
-        first = replace(self._first(), count=now.count, watch=watch.counted(more))
-        return first if weights is None else replace(first, weights=weights), [*events, *more]
+        first = changed(self._first(), count=now.count, watch=watch.counted(more))
+        return first if weights is None else changed(first, weights=weights), [*events, *more]
 
     def _resting(self, watch: Watch) -> bool:
         """Whether the source model answers."""
@@ -291,7 +292,7 @@ class Adapter:
     def _forgotten(self, now: Moment) -> Moment:
         first = self._first()
         if now.watch is not None and self.guard is not None:
-            first = replace(first, watch=now.watch.forgotten(self.guard))
+            first = changed(first, watch=now.watch.forgotten(self.guard))
         return first
 
     @property
@@ -327,7 +328,7 @@ class Adapter:
         fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in core.fixed.items()}
         now = self._now.to(device, self.method.on_host)
         state = None if now.state is None else cast(now.state)
-        self._now = replace(now, weights=now.weights.to(dtype), moments=cast(now.moments), state=state)
+        self._now = changed(now, weights=now.weights.to(dtype), moments=cast(now.moments), state=state)
         core.source, core.fixed = core.source.to(device, dtype), cast(fixed)
         core.generator = torch.Generator(device)
 
@@ -356,7 +357,7 @@ class Adapter:
             event = Event("callback_failed", 0 if watch is None else watch.steps, f"{what} failed: {error}", {})
             log.exception("%s: %s failed; adaptation goes on", self.method.name, what, extra={"come": event._asdict()})
             if watch is not None:
-                self._now = replace(self._now, watch=watch.counted([event]))
+                self._now = changed(self._now, watch=watch.counted([event]))
 
     # ---- what can be seen ----
 
@@ -456,7 +457,7 @@ class Adapter:
             del kept[name]
         watch = self._now.watch
         if watch is not None:
-            kept["_now"] = replace(self._now, watch=Watch.of(watch.tensors(), self.guard or Guard(), self._now.weights))
+            kept["_now"] = changed(self._now, watch=Watch.of(watch.tensors(), self.guard or Guard(), self._now.weights))
         fixed = {name: {} if name == "live" else value for name, value in self._core.fixed.items()}
         kept["_made_of"] = (self._core.source, fixed, list(self._borrowed.parameters), self._borrowed.mode)
         return kept

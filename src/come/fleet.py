@@ -183,10 +183,8 @@ class Fleet:
             self._one.method.check(self._one._context(self._one._first(), inputs.size), inputs, first)
             parts, events = [], list[tuple[str, Event]]()
             for name, mine in rows.items():
-                stream = self._streams[name]
-                with self._as(stream):
-                    now, said = self._one._begun(self._moment(name))
-                parts.append(_Part(name, mine, now, stream.method))
+                now, said = self._one._begun(self._moment(name))
+                parts.append(_Part(name, mine, now, self._streams[name].method))
                 events += [(name, event) for event in said]
             found = self._one._running(lambda: self._groups(inputs, parts))
             moments = {name: moment for group in found for name, moment in group[0].items()}
@@ -222,11 +220,8 @@ class Fleet:
         self._prove(x)
         groups: dict[Any, list[_Part]] = {}
         for part in parts:
-            with self._as(self._streams[part.name]):
-                how = self._one._how(part.now)._replace(few=False)
-            watch = part.now.watch
-            if not adapts:
-                how = How(resting=how.resting, trusted=how.trusted)
+            how, watch = self._one._how(part.now), part.now.watch
+            how = how._replace(few=False) if adapts else How(resting=how.resting, trusted=how.trusted)
             asked = how.asking and watch is not None and watch.sums is not None
             groups.setdefault((how, len(part.rows), part.now.state is None, asked), []).append(part)
         found = []
@@ -315,16 +310,16 @@ class Fleet:
         history = [None] * len(parts) if after.history is None else apart(after.history)
         sums = [None] * len(parts) if after.sums is None else apart(after.sums)
         values, arrived = to_host(after.values)
-        found = {}
-        for i, part in enumerate(parts):
-            mine = None if values is None else values[i]
-            then = After(weights[i], moments[i], state[i], after.out, history[i], sums[i], mine)
+        signals = [None] * len(parts) if values is None else values.unbind(0)
 
-            def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
-                return Sent(step, batch, values, arrived, asked)
+        def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
+            return Sent(step, batch, values, arrived, asked)
 
-            found[part.name] = self._one._ended(part.now, how, then, size, send)
-        return found
+        then = map(After, weights, moments, state, [after.out] * len(parts), history, sums, signals)
+        return {
+            part.name: self._one._ended(part.now, how, mine, size, send)
+            for part, mine in zip(parts, then, strict=True)
+        }
 
     def _generators(self, parts: list[_Part]) -> Any:
         """The random numbers of stream i, as an adapter of its own would have them."""

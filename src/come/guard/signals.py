@@ -7,7 +7,7 @@ outside its band only makes suspicious; `come.guard.verdict` judges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from come.inputs import answered, exact
 from come.objectives import Objective
+from come.trees import changed
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
 LOW = {"entropy", "uncertainty"}
@@ -96,7 +97,7 @@ def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tenso
 def votes(logits: Tensor, usable: Tensor) -> Tensor:
     """How many of the `usable` samples (B,) name each class, (B, K) -> (K,) float64."""
     counts = usable.double()
-    return counts.new_zeros(logits.shape[1]).index_add(0, logits.argmax(dim=1), counts)
+    return counts.new_zeros(logits.shape[1]).scatter_add(0, logits.argmax(dim=1), counts)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Bands:
     def learned(self, row: tuple[float, ...]) -> Bands:
         """With one more row of signals, which is learned from until enough have been seen."""
         rows = self.rows if self.ready else (*self.rows, row)
-        return replace(self, rows=rows, seen=self.seen + 1)
+        return changed(self, rows=rows, seen=self.seen + 1)
 
     def limits(self) -> dict[str, float]:
         """How far each signal may go."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from come.guard.config import Event, Guard
 from come.guard.samples import no_history
 from come.guard.signals import SIGNALS, Bands
 from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, SURE, TRIAL, WELL, Verdict, misled
+from come.trees import changed
 
 LAG = 2
 """After so many steps the signals of a step are read."""
@@ -112,15 +113,17 @@ class Watch:
         """After a reset: everything learned anew. Counters stay, and what is under way is still reported."""
         past = tuple(sent._replace(past=True) for sent in self.pending)
         new = Watch.new(guard, self.history.device)
-        return replace(new, steps=self.steps, counters=self.counters, pending=past)
+        return changed(new, steps=self.steps, counters=self.counters, pending=past)
 
     def counted(self, events: list[Event]) -> Watch:
         """With these events counted."""
+        if not events:
+            return self
         counters = dict(self.counters)
         for event in events:
             many = event.details.get("samples", 1) if event.kind in _MANY else 1
             counters[event.kind] = counters.get(event.kind, 0) + int(many)
-        return replace(self, counters=counters)
+        return changed(self, counters=counters)
 
     # ---- what signals say ----
 
@@ -137,7 +140,7 @@ class Watch:
         watch, events, collapse = self, [], None
         while watch.pending and watch.pending[0].step <= watch.steps - LAG:
             sent = watch.pending[0]
-            watch = replace(watch, pending=watch.pending[1:])
+            watch = changed(watch, pending=watch.pending[1:])
             if sent.arrived is not None:
                 sent.arrived.synchronize()
             ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
@@ -156,21 +159,21 @@ class Watch:
 
     def _judged(self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float) -> tuple[Watch, list[Event]]:
         """Gather signals until they make a window, and compare it with the bands."""
-        watch = replace(self, latest=signals)
+        watch = changed(self, latest=signals)
         if not valid > 0 or not all(map(math.isfinite, signals)):
             return watch, []
         row = tuple(a + valid * b for a, b in zip(watch.row, signals, strict=True))
-        watch = replace(watch, row=row, row_size=watch.row_size + sent.batch, row_valid=watch.row_valid + valid)
+        watch = changed(watch, row=row, row_size=watch.row_size + sent.batch, row_valid=watch.row_valid + valid)
         if watch.row_size < WINDOW:
             return watch, []
         row = tuple(value / watch.row_valid for value in row)
         zero = (0.0,) * len(SIGNALS)
-        watch = replace(watch, row=zero, row_size=0, row_valid=0.0, windows=watch.windows + 1)
+        watch = changed(watch, row=zero, row_size=0, row_valid=0.0, windows=watch.windows + 1)
         if watch.asking or watch.waiting or watch.frozen:
             return watch, []
         events, due = [], watch.windows in CHECKS or watch.windows % 100 == 0
         outside = watch.bands.outside(row) if watch.bands.ready else {}
-        watch = replace(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
+        watch = changed(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
         if watch.outside == guard.patience:
             found = dict(zip(SIGNALS, row, strict=True))
             words = ", ".join(
@@ -183,19 +186,19 @@ class Watch:
 
     def asking_again(self) -> Watch:
         """With a new question to the source."""
-        return replace(self, asking=True, asked=0, sums=None)
+        return changed(self, asking=True, asked=0, sums=None)
 
     def _answered(
         self, guard: Guard, sent: Sent, found: Verdict, statistics: bool
     ) -> tuple[Watch, list[Event], Event | None]:
         """A question has been answered."""
-        suspicious, watch = self.outside > 0, replace(self, waiting=False, outside=0)
+        suspicious, watch = self.outside > 0, changed(self, waiting=False, outside=0)
         if not found.samples:
             message = (
                 "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
             )
             return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
-        watch = replace(watch, agreement=found.agreement)
+        watch = changed(watch, agreement=found.agreement)
         details: dict[str, float | str] = dict(found._asdict())
         by_source = bool(misled(found, statistics and watch.trusted))
         by_weights = statistics and watch.trusted and found.other < LIMIT
@@ -216,16 +219,16 @@ class Watch:
             message = f"collapse: agreement with the {what} {seen:.2f} (limit {limit:.2f}), {checked}"
             collapse = Event("collapse", sent.step, message, details)
             return (
-                (replace(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch),
+                (changed(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch),
                 [collapse],
                 collapse,
             )
         if suspicious:
-            watch = replace(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
+            watch = changed(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
         message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
         events = [Event("healthy", sent.step, message, details)]
         if found.agreement >= WELL:
-            watch = replace(watch, healthy=watch.candidate)
+            watch = changed(watch, healthy=watch.candidate)
         watch, raised = watch._raised(guard, sent, found)
         return watch, events + raised, None
 
@@ -234,7 +237,7 @@ class Watch:
         watch, events = self, []
         tried = found._replace(agreement=found.other)
         if not watch.trusted and found.other >= TRIAL and not misled(tried, True):
-            watch = replace(watch, trusted=True)
+            watch = changed(watch, trusted=True)
             message = (
                 f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics (or the answers of the "
                 "method) are in use again"
@@ -244,7 +247,7 @@ class Watch:
             scale = min(1.0, watch.scale / guard.backoff)
             message = f"healthy for {watch.windows} windows after a recovery: learning rate x {scale:g}"
             events.append(Event("raised", sent.step, message, {"lr_scale": scale}))
-            watch = replace(watch, scale=scale, windows=0)
+            watch = changed(watch, scale=scale, windows=0)
         return watch, events
 
     # ---- what is done ----
@@ -254,25 +257,25 @@ class Watch:
     ) -> tuple[Watch, Tensor | None, list[Event]]:
         """After a collapse: the new watch, the weights to go back to (None: the source's), and what is to be said."""
         often = self.falls > 0 and self.windows <= OFTEN
-        base = replace(
+        base = changed(
             self, windows=0, outside=0, asking=False, waiting=False, asked=0, sums=None, candidate=None, healthy=None
         )
-        base = replace(base, pending=tuple(sent._replace(past=True) for sent in base.pending))
+        base = changed(base, pending=tuple(sent._replace(past=True) for sent in base.pending))
         if collapse.kind == "statistics":
-            return replace(base, trusted=False), None, []
+            return changed(base, trusted=False), None, []
         if guard.policy == "freeze":
             event = Event("frozen", collapse.step, "the source model answers from now on; reset() ends it", {})
-            return replace(base, frozen=True), None, [event]
+            return changed(base, frozen=True), None, [event]
         if weightless:
             message = "the source model answers until a trial finds the method well"
-            return replace(base, trusted=False), None, [Event("recovered", collapse.step, message, {})]
+            return changed(base, trusted=False), None, [Event("recovered", collapse.step, message, {})]
         healthy = None if often else self.healthy
         where = "the last healthy weights" if healthy is not None else "the source weights"
         falls = self.falls + 1 if often else 1
         scale = self.scale * guard.backoff**falls
         message = f"{where} restored, learning rate x {scale:g}"
         event = Event("recovered", collapse.step, message, {"to": where, "lr_scale": scale})
-        return replace(base, falls=falls, scale=scale), healthy, [event]
+        return changed(base, falls=falls, scale=scale), healthy, [event]
 
     # ---- what it says ----
 
@@ -344,7 +347,7 @@ class Watch:
     def to(self, device: torch.device) -> Watch:
         """With all tensors on that device."""
         moved = {name: value.to(device) for name in _TENSORS if (value := getattr(self, name)) is not None}
-        return replace(self, history=self.history.to(device), **moved)
+        return changed(self, history=self.history.to(device), **moved)
 
 
 _MANY = {"invalid_samples", "unanswered"}

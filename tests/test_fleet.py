@@ -1,0 +1,489 @@
+"""Many streams on one model: equal to an adapter for each, apart from each other, and safe to put away and to bring back."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import come
+from come import methods
+from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
+
+METHODS = ["tent", "eata", "sar", "deyo", "roid", "pl"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def make(build):
+    """A fleet or an adapter of the same configuration around the same tiny model."""
+    models = {}
+
+    def model(method, norm, dtype):
+        if (method, norm, dtype) not in models:
+            torch.manual_seed(0)
+            models[method, norm, dtype] = build.model(method)(NORMS[norm]).to(DEVICE, dtype).eval()
+        return models[method, norm, dtype]
+
+    def fleet(method, norm="layer", objective="come", dtype=torch.float64, **more):
+        arguments = given(method, dtype)
+        return come.Fleet(model(method, norm, dtype), method, objective=objective, **(arguments | more))
+
+    def adapter(method, norm="layer", objective="come", dtype=torch.float64, **more):
+        return come.adapt(model(method, norm, dtype), method, objective=objective, **(given(method, dtype) | more))
+
+    def given(method, dtype):
+        known = methods.get(method).hyperparameters()
+        found = {"lr": 1e-2}
+        if "source" in known:
+            found["source"] = [x.to(DEVICE, dtype) for x in batches(2, seed=9)]
+        if "normalization" in known:
+            found["normalization"] = ((0.45,), (0.07,))
+        return found
+
+    fleet.adapter = adapter
+    return fleet
+
+
+def stream(count, size=9, seed=3, dtype=torch.float64):
+    return [x[:size].to(DEVICE, dtype) for x in batches(count, seed=seed)]
+
+
+def uneven(count, size, streams, seed=1):
+    """Names for each sample: uneven numbers, and streams that are absent from a batch."""
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        present = torch.randperm(streams, generator=draw)[: max(1, streams - 1)]
+        yield [str(int(present[int(i)])) for i in torch.randint(len(present), (size,), generator=draw)]
+
+
+def rows_of(names):
+    return {name: [i for i, one in enumerate(names) if one == name] for name in dict.fromkeys(names)}
+
+
+def assert_same(fleet, adapters, xs, names, atol, rtol=0.0):
+    for x, ids in zip(xs, names, strict=True):
+        out = fleet.step(x, ids)
+        for name, rows in rows_of(ids).items():
+            alone = adapters[name].step(x[rows])
+            for one, two in zip(alone, out, strict=True):
+                if one is not None and two is not None:
+                    torch.testing.assert_close(
+                        two[rows], one, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+                    )
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("objective", ["em", "come"])
+@pytest.mark.parametrize("norm", ["layer", "group", "batch"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stream_is_an_adapter_of_its_own(method, norm, objective, guard, make):
+    """20 steps, uneven numbers of samples, streams that are absent; float64, so that nothing but rounding is left."""
+    fleet = make(method, norm, objective, guard=guard, streams=4)
+    adapters = {str(i): make.adapter(method, norm, objective, guard=guard) for i in range(4)}
+    assert_same(fleet, adapters, stream(20), uneven(20, 9, 4), atol=1e-7)
+    for name, adapter in adapters.items():
+        for key, value in adapter.adapted_parameters.items():
+            torch.testing.assert_close(fleet.adapted_parameters(name)[key], value, rtol=0, atol=1e-8)
+        assert fleet.health(name) == pytest.approx(adapter.health(), abs=1e-6, nan_ok=True)
+        assert fleet.count(name) == adapter.count
+        for key, value in adapter.state.items():
+            torch.testing.assert_close(fleet.state(name)[key], value, rtol=0, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", ["layer", "group", "batch"])
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_at_a_usual_rate(method, norm, make):
+    fleet = make(method, norm, dtype=torch.float32, streams=3, lr=1e-3)
+    adapters = {str(i): make.adapter(method, norm, dtype=torch.float32, lr=1e-3) for i in range(3)}
+    assert_same(fleet, adapters, stream(20, dtype=torch.float32), uneven(20, 9, 3), atol=1e-4, rtol=1e-4)
+    for name, adapter in adapters.items():
+        for key, value in adapter.adapted_parameters.items():
+            torch.testing.assert_close(fleet.adapted_parameters(name)[key], value, rtol=0, atol=1e-5)
+
+
+def test_a_transformer_and_batches_of_one(make):
+    torch.manual_seed(0)
+    model = TinyTransformer(NORMS["layer"]).to(DEVICE).double().eval()
+    fleet = come.Fleet(model, "sar", streams=5, lr=1e-2)
+    adapters = {str(i): come.adapt(model, "sar", lr=1e-2) for i in range(5)}
+    assert_same(fleet, adapters, stream(6, size=5), [list("43120")] * 6, atol=1e-8)
+
+
+def test_bf16_close_to_separate_adapters(make):
+    fleet = make("tent", dtype=torch.float32, precision="bf16", streams=3, lr=1e-3)
+    adapters = {str(i): make.adapter("tent", dtype=torch.float32, precision="bf16", lr=1e-3) for i in range(3)}
+    assert_same(fleet, adapters, stream(5, dtype=torch.float32), uneven(5, 9, 3), atol=0.3)
+
+
+def test_rates_and_thresholds_of_their_own(make):
+    fleet = make("eata", lr=1e-3)
+    own = {"a": {"lr": 1e-2}, "b": {"margin": 0.2}, "c": {"margin": 0.9, "redundancy": 0.5, "lr": 3e-2}, "d": {}}
+    adapters = {}
+    for name, values in own.items():
+        fleet.open(name, **values)
+        adapters[name] = make.adapter("eata", **({"lr": 1e-3} | values))
+    assert_same(fleet, adapters, stream(10, size=12), [list("abcd" * 3)] * 10, atol=1e-7)
+    with pytest.raises(
+        come.ConfigError, match=r"'beta' of eata cannot differ by stream; what can: lr, margin, redundancy"
+    ):
+        fleet.open("e", beta=1.0)
+    with pytest.raises(come.ConfigError, match="margin"):
+        fleet.open("e", margin=-1.0)
+    assert "e" not in fleet
+
+
+def test_episodic_and_reset_every(make):
+    for more in ({"episodic": True}, {"reset_every": 3}):
+        fleet, adapters = make("tent", streams=2, **more), {n: make.adapter("tent", **more) for n in "01"}
+        assert_same(fleet, adapters, stream(8, size=4), uneven(8, 4, 2), atol=1e-8)
+
+
+def test_a_method_of_ones_own_joins_without_further_code(make):
+    class Sharpen(come.Method):
+        name = "sharpen"
+
+        def adapt(self, ctx, x):
+            logits = ctx.forward(x)
+            loss = self.objective.entropy(logits)
+            ctx.descend(come.method.masked_mean(loss, ctx.valid), go=ctx.valid.any())
+            return come.Step(logits, loss, ctx.valid)
+
+    model = TinyClassifier(NORMS["group"]).to(DEVICE).double()
+    fleet = come.Fleet(model, Sharpen(lr=0.1), streams=3)
+    adapters = {str(i): come.adapt(model, Sharpen(lr=0.1)) for i in range(3)}
+    assert_same(fleet, adapters, stream(5), uneven(5, 9, 3), atol=1e-8)
+
+
+class Scaled(nn.Module):
+    """A norm of a library that multiplies by hand."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return self.weight * (x / x.square().mean(-1, keepdim=True).sqrt()) + self.bias
+
+
+class ScaledNorm(Scaled):
+    pass
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, ScaledNorm])
+def test_norms_of_libraries(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 8), norm(8), nn.Unflatten(1, (2, 4)), norm(4), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
+    fleet = come.Fleet(model, "tent", streams=3, lr=0.1)
+    adapters = {str(i): come.adapt(model, "tent", lr=0.1) for i in range(3)}
+    xs = [torch.randn(6, 4, dtype=torch.float64) for _ in range(5)]
+    assert_same(fleet, adapters, xs, [list("012012")] * 5, atol=1e-9)
+
+
+def test_arguments_by_name_and_shared_ones():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+
+        def forward(self, pixel_values, table, scale=1.0):
+            return {"logits": self.inner(pixel_values) + table * scale}
+
+    model = Named().double()
+    fleet = come.Fleet(model, "tent", streams=2, lr=0.1)
+    adapters = {n: come.adapt(model, "tent", lr=0.1) for n in "01"}
+    table = torch.randn(3, dtype=torch.float64)
+    for _ in range(3):
+        x = torch.randn(4, 4, dtype=torch.float64)
+        out = fleet({"pixel_values": x, "table": table, "scale": 2.0}, list("0110"))
+        for n, rows in {"0": [0, 3], "1": [1, 2]}.items():
+            torch.testing.assert_close(out[rows], adapters[n]({"pixel_values": x[rows], "table": table, "scale": 2.0}))
+
+
+# ---- apart from each other ----
+
+
+def test_what_is_absurd_in_one_stream_touches_no_other(make):
+    fleet, alone = make("tent", streams=2), make.adapter("tent")
+    for i, x in enumerate(stream(6, size=8)):
+        x[4:] = torch.nan if i % 2 else x[4:] * 1e30
+        out = fleet.step(x, ["0"] * 4 + ["1"] * 4)
+        torch.testing.assert_close(out.logits[:4], alone(x[:4]), rtol=0, atol=1e-9)
+        assert not out.valid[4:].any() or i == 0
+    assert fleet.health("1")["invalid_samples"] > 0
+    assert fleet.health("0")["invalid_samples"] == 0
+
+
+def test_a_collapse_in_one_stream_touches_no_other(make):
+    """A learning rate that ruins stream 1: its guard finds that and puts it back; stream 0 is as if alone."""
+    events = []
+    guard = come.Guard(samples=8, warmup=4, on_event=events.append)
+    fleet = make("tent", objective="em", guard=guard)
+    fleet.open("0", lr=1e-3)
+    fleet.open("1", lr=30.0)
+    alone = make.adapter("tent", objective="em", guard=come.Guard(samples=8, warmup=4), lr=1e-3)
+    for x in stream(40, size=12):
+        out = fleet(x, ["0", "1"] * 6)
+        torch.testing.assert_close(out[::2], alone(x[::2]), rtol=0, atol=1e-7)
+    assert fleet.health("1")["recovered"] > 0
+    assert fleet.health("0")["recovered"] == 0
+    assert {event.details["stream"] for event in events if event.kind == "recovered"} == {"1"}
+    assert all(event.message.startswith(f"stream {event.details['stream']}: ") for event in events)
+
+
+def test_the_users_model_is_as_it_was(make):
+    model = TinyClassifier(NORMS["batch"]).to(DEVICE).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    needs = [p.requires_grad for p in model.parameters()]
+    fleet = come.Fleet(model, "tent", streams=2, lr=0.1)
+    for x in stream(3, size=6, dtype=torch.float32):
+        fleet(x, list("010101"))
+    assert model.training
+    assert needs == [p.requires_grad for p in model.parameters()]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_step_that_fails_has_not_happened_for_any_stream(make, monkeypatch):
+    fleet = make("tent", streams=2)
+    xs = stream(3, size=5)
+    fleet(xs[0], list("01010"))
+    before = {n: fleet.adapted_parameters(n) for n in "01"}
+    calls = []
+    together = come.Fleet._together
+
+    def fails(self, *args):
+        calls.append(1)
+        if len(calls) == 2:  # the second group of the batch
+            raise KeyboardInterrupt
+        return together(self, *args)
+
+    monkeypatch.setattr(come.Fleet, "_together", fails)
+    with pytest.raises(KeyboardInterrupt):
+        fleet(xs[1], list("01110"))
+    monkeypatch.undo()
+    for n in "01":
+        assert fleet.count(n) == 1
+        for key, value in fleet.adapted_parameters(n).items():
+            assert torch.equal(value, before[n][key])
+    fleet(xs[2], list("01110"))
+
+
+def test_predict_changes_nothing_and_is_what_an_adapter_predicts(make):
+    fleet, adapters = make("sar", streams=2), {n: make.adapter("sar") for n in "01"}
+    xs = stream(4, size=5)
+    names = [list("01101")] * 3
+    assert_same(fleet, adapters, xs[:3], names, atol=1e-8)
+    before = {n: fleet.adapted_parameters(n) for n in "01"}
+    out = fleet.predict(xs[3], list("01101"))
+    assert not out.requires_grad
+    for n, rows in rows_of(list("01101")).items():
+        torch.testing.assert_close(out[rows], adapters[n].predict(xs[3][rows]), rtol=0, atol=1e-8)
+        assert all(torch.equal(v, before[n][k]) for k, v in fleet.adapted_parameters(n).items())
+        assert fleet.count(n) == 3
+
+
+def test_threads_take_turns(make):
+    fleet = make("tent", streams=8, dtype=torch.float32)
+    alone = {str(i): make.adapter("tent", dtype=torch.float32) for i in range(8)}
+    x, failed = stream(1, size=4, dtype=torch.float32)[0], []
+
+    def work(name):
+        try:
+            for _ in range(5):
+                fleet(x, name)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(str(i),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for name, adapter in alone.items():
+        for _ in range(5):
+            adapter(x)
+        for key, value in adapter.adapted_parameters.items():
+            torch.testing.assert_close(fleet.adapted_parameters(name)[key], value, rtol=0, atol=1e-5)
+
+
+# ---- coming and going ----
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_least_recently_used_is_put_away_and_comes_back(on_disk, make, tmp_path):
+    more = {"folder": tmp_path} if on_disk else {}
+    fleet = make("eata", streams=6, resident=2, **more)
+    adapters = {str(i): make.adapter("eata") for i in range(6)}
+    draw = torch.Generator().manual_seed(0)
+    names = []
+    for _ in range(15):
+        a, b = torch.randperm(6, generator=draw)[:2].tolist()
+        names.append([str(a), str(b), str(b), str(a), str(a)])
+    assert_same(fleet, adapters, stream(15, size=5), names, atol=1e-7)
+    assert fleet.streams[-2:] == [names[-1][0], names[-1][1]] or fleet.streams[-2:] == [names[-1][1], names[-1][0]]
+    if on_disk:
+        assert len(list(tmp_path.glob("*.safetensors"))) == 4
+        assert sum(s.moment is None for s in fleet._streams.values()) == 4
+    for name, adapter in adapters.items():
+        assert fleet.health(name) == pytest.approx(adapter.health(), abs=1e-6, nan_ok=True)
+    with pytest.raises(come.InputError, match="samples of 3 streams, and resident=2 fit"):
+        fleet(stream(1, size=3)[0], list("012"))
+    fleet.close(names[0][0])
+    assert len(fleet) == 5
+    assert names[0][0] not in fleet
+
+
+def test_save_and_load_of_one_and_of_all(make, tmp_path):
+    fleet = make("sar", streams=["north", "south:1"])
+    fleet.open("fast", lr=0.05)
+    xs = stream(8, size=6)
+    names = ["north", "south:1", "fast"] * 2
+    for x in xs[:4]:
+        fleet(x, names)
+    fleet.save(tmp_path / "all")
+    fleet.save(tmp_path / "one.safetensors", "north")
+    after = [fleet(x, names) for x in xs[4:]]
+
+    again = make("sar")
+    again.load(tmp_path / "all")
+    assert sorted(again.streams) == ["fast", "north", "south:1"]
+    for x, logits in zip(xs[4:], after, strict=True):
+        assert torch.equal(again(x, names), logits)
+
+    adapter = make.adapter("sar")  # a stream moves to an adapter, and back
+    adapter.load(tmp_path / "one.safetensors")
+    for x, logits in zip(xs[4:], after, strict=True):
+        torch.testing.assert_close(adapter(x[::3]), logits[::3], rtol=0, atol=1e-8)
+    adapter.save(tmp_path / "back.safetensors")
+    again.load(tmp_path / "back.safetensors", "new")
+    assert again.count("new") == 8
+
+    with pytest.raises(come.StateError, match="lr"):
+        again.load(tmp_path / "all" / "fast.safetensors", "north")  # another learning rate
+    with pytest.raises(come.StateError, match=r"fleet\.json"):
+        again.load(tmp_path)
+    index = tmp_path / "all" / "fleet.json"
+    index.write_text(json.dumps({"format": "come-fleet-1", "streams": {"../evil": {}}}))
+    with pytest.raises(come.ComeError, match="name of a stream"):
+        again.load(tmp_path / "all")
+    assert sorted(again.streams) == ["fast", "new", "north", "south:1"]
+
+
+def test_reset_and_close(make):
+    fleet = make("tent", streams=2)
+    x = stream(1, size=4)[0]
+    source = fleet.predict(x, "0")
+    fleet(x, list("0011"))
+    fleet.reset("0")
+    assert torch.equal(fleet.predict(x, "0"), source)
+    assert not torch.equal(fleet.predict(x, "1"), source)
+    fleet.reset()
+    assert torch.equal(fleet.predict(x, "1"), source)
+    with fleet:
+        pass
+    with pytest.raises(come.ComeError):
+        fleet(x, "0")
+
+
+def test_the_model_moves_and_is_cast(make):
+    model = TinyClassifier(NORMS["layer"]).to(DEVICE)
+    fleet = come.Fleet(model, "tent", streams=2, lr=1e-2)
+    x = stream(1, size=4)[0]
+    fleet(x.float(), list("0101"))
+    model.double()
+    assert fleet(x, list("0101")).dtype == torch.float64
+    assert {value.dtype for value in fleet.adapted_parameters("0").values()} == {torch.float64}
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../up", "a/b", "a b", "é", "x" * 129, ".hidden", "a\n", "a\0b", -1, 1.5, None, True]
+)
+def test_bad_names(name, make):
+    fleet = make("tent")
+    with pytest.raises(come.ConfigError, match="the name of a stream must be 1 to 128 letters"):
+        fleet.open(name)
+    assert len(fleet) == 0
+
+
+def test_bad_input(make, tmp_path, monkeypatch):
+    fleet, x = make("tent", streams=2), stream(1, size=4)[0]
+    with pytest.raises(come.ConfigError, match="there is no stream '7'; open"):
+        fleet(x, list("0107"))
+    with pytest.raises(come.InputError, match="each of the 4 samples, got 3 names"):
+        fleet(x, list("010"))
+    with pytest.raises(come.ConfigError, match="stream '1' is open already"):
+        fleet.open(1)
+    for name in ("health", "close", "reset", "count"):
+        with pytest.raises(come.ConfigError, match="there is no stream 'nobody'"):
+            getattr(fleet, name)("nobody")
+    assert fleet.count("0") == 0
+    with pytest.raises(come.ConfigError, match="streams must be a list of names"):
+        make("tent", streams="abc")
+    with pytest.raises(come.ConfigError, match="resident must be a whole number"):
+        make("tent", resident=0)
+    with pytest.raises(come.ConfigError, match="folder that exists"):
+        make("tent", folder=tmp_path / "none")
+    with pytest.raises(come.ConfigError, match="policy='raise'"):
+        make("tent", guard=come.Guard(policy="raise"))
+    with pytest.raises(come.ConfigError, match="no torch optimizer"):
+        make("tent", optimizer=lambda params, lr: torch.optim.RMSprop(params, lr=lr))
+    monkeypatch.setattr("come.fleet._free", lambda device: 1000)
+    with pytest.raises(come.ConfigError, match=r"1000 streams of .* MB each do not fit into the .* resident="):
+        make("tent", streams=1000)
+
+
+@pytest.mark.parametrize("method", ["cotta", "rotta"])
+def test_a_method_that_waits_is_refused(method, make):
+    with pytest.raises(come.ConfigError, match="cannot run for many streams at once"):
+        make(method)
+
+
+def test_what_cannot_differ_by_stream_is_refused_by_name(make):
+    fleet = make("tent", select=come.select.everything(), streams=2)
+    with pytest.raises(come.ConfigError, match=r"cannot differ by stream: the model uses it in"):
+        fleet(stream(1, size=4)[0], list("0101"))
+
+
+def test_a_method_that_looks_at_values_is_refused(make):
+    class Looks(come.Method):
+        name = "looks"
+
+        def adapt(self, ctx, x):
+            logits = ctx.forward(x)
+            if float(logits.mean()) > 0:
+                ctx.descend(logits.mean())
+            return come.Step(logits)
+
+    fleet = come.Fleet(TinyClassifier(NORMS["layer"]).to(DEVICE).double(), Looks(lr=0.1), streams=2)
+    with pytest.raises(come.ConfigError, match="looks cannot run for many streams at once"):
+        fleet(stream(1, size=4)[0], list("0101"))
+
+
+def test_a_model_that_has_tokens_first_is_refused():
+    """Its norm layers see (tokens, samples, width): which rows belong to which stream cannot be told."""
+
+    class TokensFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(x.view(len(x), 2, 4).transpose(0, 1)).transpose(0, 1).flatten(1))
+
+    fleet = come.Fleet(TokensFirst(), "tent", streams=2)
+    with pytest.raises(come.ConfigError, match="TokensFirst does not keep samples in the first dimension"):
+        fleet(torch.randn(4, 8), list("0101"))
+
+
+def test_how_it_looks(make):
+    assert repr(make("tent", streams=3, resident=2)).startswith("Fleet(3 streams, 2 resident, each Tent(TinyClassifier")
