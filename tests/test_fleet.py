@@ -72,7 +72,7 @@ def assert_same(fleet, adapters, xs, names, atol, rtol=0.0):
             for one, two in zip(alone, out, strict=True):
                 if one is not None and two is not None:
                     torch.testing.assert_close(
-                        two[rows], one, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+                        two[rows], one, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
                     )
 
 
