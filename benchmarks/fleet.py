@@ -4,8 +4,8 @@
     python benchmarks/fleet.py --tiny               # small models on a CPU: does everything run?
 
 Random weights, guards on, Tent+COME at a tiny learning rate, bf16, not compiled. A row: the time of a step of all streams after
-the warm-up, images per second, and how many times as fast it is as its baseline. "memory" is what one stream takes on the device,
-in multiples of its adapted parameters.
+the warm-up, images per second, and how many times as fast it is as its baseline. "memory" is what one stream takes on the
+device, in multiples of its adapted parameters.
 """
 
 from __future__ import annotations

@@ -119,6 +119,15 @@ def test_bf16_close_to_separate_adapters(make):
     assert_same(fleet, adapters, stream(5, dtype=torch.float32), uneven(5, 9, 3), atol=0.3)
 
 
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_compiled(norm, make):
+    """On a GPU also captured; streams that come in other numbers run as they are."""
+    fleet = make("sar", norm, dtype=torch.float32, compile=True, streams=3, lr=1e-3)
+    adapters = {str(i): make.adapter("sar", norm, dtype=torch.float32, lr=1e-3) for i in range(3)}
+    names = [list("012012012")] * 5 + list(uneven(2, 9, 3)) + [list("012012012")] * 2
+    assert_same(fleet, adapters, stream(9, dtype=torch.float32), names, atol=1e-3, rtol=1e-3)
+
+
 def test_rates_and_thresholds_of_their_own(make):
     fleet = make("eata", lr=1e-3)
     own = {"a": {"lr": 1e-2}, "b": {"margin": 0.2}, "c": {"margin": 0.9, "redundancy": 0.5, "lr": 3e-2}, "d": {}}
@@ -449,9 +458,20 @@ def test_a_method_that_waits_is_refused(method, make):
 
 
 def test_what_cannot_differ_by_stream_is_refused_by_name(make):
-    fleet = make("tent", select=come.select.everything(), streams=2)
-    with pytest.raises(come.ConfigError, match=r"cannot differ by stream: the model uses it in"):
-        fleet(stream(1, size=4)[0], list("0101"))
+    with pytest.raises(come.ConfigError, match=r"cannot differ by stream: a fleet knows weights and biases of norm"):
+        make("tent", select=come.select.everything(), streams=2)
+
+    class OddNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x @ torch.diag(self.scale)
+
+    fleet = come.Fleet(nn.Sequential(nn.Linear(4, 8), OddNorm(), nn.Linear(8, 3)), "tent", streams=2)
+    with pytest.raises(come.ConfigError, match="'scale' of OddNorm cannot differ by stream: the layer uses it in diag"):
+        fleet(torch.randn(4, 4), list("0101"))
 
 
 def test_a_method_that_looks_at_values_is_refused(make):

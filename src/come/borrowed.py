@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,10 @@ from come.batchnorm import (
     rescaling,
     unit_statistics,
 )
-from come.by_stream import ByStream
 from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
 from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
-from come.select import BATCH_NORMS, Selector
+from come.select import BATCH_NORMS, Selector, is_norm
 
 ALIGNED = 64
 """Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
@@ -241,12 +240,9 @@ class Borrowed:
             for part, p in zip(parts, self.parameters.values(), strict=True)
         ]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
-        names = {id(value): name for name, value in given.items()} if weights.ndim == 2 else {}
         try:
-            with self.mode.rounding(self.device), ByStream(streams, names, statistics):
-                if self.mode.plain:
-                    return self._call_own(given, self.mode.images(x), None, ())
-                return self._stand_in("source")(given, self.mode.images(x))
+            with self.mode.rounding(self.device):
+                return self._stand_in("streams")(given, self.mode.images(x), streams=streams, statistics=statistics)
         except (RuntimeError, ValueError, IndexError) as error:
             raise self._explained(error, x) from error
 
@@ -277,7 +273,7 @@ class Borrowed:
             return "mixed"
         return "batch" if statistics == "batch" and batch > 1 and not self._synchronized else None
 
-    def _stand_in(self, rule: StatisticsRule) -> StandIn:
+    def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> StandIn:
         """The model as it is run, made when it is first needed."""
         key = (rule, self.compiled, self.mode, self._names)
         known = StandIns.of(self.model)
@@ -301,6 +297,10 @@ class Borrowed:
     def fused(self, function: Function) -> Function:
         """The function, as few kernels of a GPU where steps are compiled."""
         return fused(function) if self.compiled and self.device.type == "cuda" else function
+
+    def not_of_norms(self) -> str | None:
+        """The name of an adapted parameter that does not belong to a normalization layer, if there is one."""
+        return next((slot.name for slot in self._slots if not is_norm(slot.owner)), None)
 
     def fresh(self) -> bool:
         """Whether stand-ins still follow the model; if it was moved, cast or loaded since, they are dropped."""

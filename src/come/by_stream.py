@@ -1,17 +1,19 @@
 """A model that many streams share: each sample under the norm parameters and BatchNorm statistics of its own stream.
 
-The model's own code runs as it is. While it runs, torch's norm functions are exchanged for ones that know of streams, and any
-other use of a parameter that differs by stream is refused.
+Norm layers of a copy of the model's structure (`come.running.StandIn`) are exchanged for ones that know of streams. Plain
+LayerNorm, GroupNorm and BatchNorm become a `Norm`. Others run their own code, inside of which torch's norm functions, and
+products and sums with a parameter, are those of this file: an `Other`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -20,48 +22,17 @@ from come.errors import ConfigError
 from come.inputs import exact
 
 
-class ByStream(TorchFunctionMode):
-    """While it is active, norm functions use the parameters and statistics of each sample's stream.
+@dataclass
+class Sharing:
+    """What all norm layers of a model need to know; other values at each call."""
 
-    Args:
-        streams: n; the batch holds b samples of each, one stream after the other.
-        names: names of parameters by the identity of the tensor (n, ...) that stands in their place.
-        statistics: what BatchNorm normalizes by, with tensors (n, ...).
-    """
+    streams: int = 1
+    """n; the batch holds b samples of each, one stream after the other."""
+    statistics: Statistics = None
+    """What BatchNorm normalizes by, with tensors (n, ...)."""
 
-    def __init__(self, streams: int, names: Mapping[int, str], statistics: Statistics) -> None:
-        super().__init__()
-        self.streams, self.statistics = streams, statistics
-        self._names, self._kept = dict(names), list[Tensor]()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """One call of a torch function."""
-        kwargs = kwargs or {}
-        if (own := _NORMS.get(func)) is not None:
-            return own(self, *args, **kwargs)
-        if not any(id(value) in self._names for value in args):
-            return func(*args, **kwargs)
-        if func in _CASTS:
-            found = func(*args, **kwargs)
-            self._names[id(found)] = self._names[id(args[0])]
-            self._kept.append(found)  # so that no other tensor gets its identity
-            return found
-        if func in _ELEMENTWISE and len(args) == 2:
-            return func(*self._aligned(args[0], args[1]), **kwargs)
-        name = next(self._names[id(value)] for value in args if id(value) in self._names)
-        raise ConfigError(
-            f"{name!r} cannot differ by stream: the model uses it in {getattr(func, '__name__', func)}, and a fleet knows "
-            "weights and biases of normalization layers only; choose these with select=, or use one adapter for each stream"
-        )
-
-    def differs(self, value: Tensor | None) -> bool:
-        """Whether it has an entry for each stream."""
-        return value is not None and id(value) in self._names
-
-    def per_stream(self, x: Tensor) -> int:
-        """How many of the first dimension belong to a stream."""
+    def each(self, x: Tensor) -> int:
+        """How many rows of x belong to a stream."""
         if len(x) % self.streams:
             raise ConfigError(
                 f"a norm layer of the model gets {len(x)} rows for {self.streams} streams: it does not keep samples in the "
@@ -69,54 +40,39 @@ class ByStream(TorchFunctionMode):
             )
         return len(x) // self.streams
 
-    def _aligned(self, a: Tensor, b: Tensor) -> list[Tensor]:
-        """Two operands, the one with an entry for each stream in a shape that broadcasts to the other."""
 
-        def like(value: Tensor, other: Tensor) -> Tensor:
-            if not self.differs(value):
-                return value
-            gaps = other.ndim - value.ndim
-            rows = value.repeat_interleave(self.per_stream(other), dim=0)
-            return rows.view(len(rows), *[1] * gaps, *value.shape[1:])
+def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], inner: int) -> Tensor:
+    """weight * y + bias, for weights (n, ...) of streams or (...) of all.
 
-        return [like(a, b), like(b, a)]
+    Args:
+        y: what was normalized.
+        weight: or None.
+        bias: or None.
+        shape: of y as (n, rows, *parameter, places).
+        inner: dimensions of the parameter.
+    """
+    if weight is None and bias is None:
+        return y
+    tail = [1] * (len(shape) - 2 - inner)
 
-    def affine(self, y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """weight * y + bias; `shape` is that of y as (n, samples and places, *parameter, places)."""
-        if weight is None and bias is None:
-            return y
-        tail = [1] * (len(shape) - 2 - (0 if weight is None and bias is None else self._width(weight, bias)))
+    def fit(value: Tensor) -> Tensor:
+        return value.reshape(len(value) if value.ndim > inner else 1, 1, *value.shape[-inner:], *tail)
 
-        def fit(value: Tensor) -> Tensor:
-            lead = (self.streams, 1) if self.differs(value) else (1, 1)
-            inner = value.shape[1:] if self.differs(value) else value.shape
-            return value.reshape(*lead, *inner, *tail)
-
-        parts = y.reshape(shape)
-        if weight is not None and bias is not None:
-            found = (
-                torch.addcmul(fit(bias), parts, fit(weight)) if _plain(y, weight) else parts * fit(weight) + fit(bias)
-            )
-        elif weight is not None:
-            found = parts * fit(weight)
-        else:
-            assert bias is not None
-            found = parts + fit(bias)
-        return found.to(y.dtype).reshape(y.shape)
-
-    def _width(self, weight: Tensor | None, bias: Tensor | None) -> int:
-        """Dimensions of the parameter itself."""
-        value = weight if weight is not None else bias
-        assert value is not None
-        return value.ndim - self.differs(value)
+    parts = y.reshape(shape)
+    if weight is None:
+        assert bias is not None
+        found = parts + fit(bias)
+    elif bias is None:
+        found = parts * fit(weight)
+    elif y.dtype == weight.dtype:
+        found = torch.addcmul(fit(bias), parts, fit(weight))
+    else:
+        found = (parts * fit(weight) + fit(bias)).to(y.dtype)
+    return found.reshape(y.shape)
 
 
-def _plain(y: Tensor, weight: Tensor) -> bool:
-    return y.dtype == weight.dtype
-
-
-def _layer_norm(
-    mode: ByStream,
+def layer_norm(
+    sharing: Sharing,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -124,31 +80,31 @@ def _layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    if not (mode.differs(weight) or mode.differs(bias)):
-        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
-    mode.per_stream(input)
+    """As `torch.nn.functional.layer_norm`, with weights (n, ...)."""
+    sharing.each(input)
     y = F.layer_norm(input, list(normalized_shape), None, None, eps)
-    return mode.affine(y, weight, bias, (mode.streams, -1, *normalized_shape))
+    return affine(y, weight, bias, (sharing.streams, -1, *normalized_shape), len(normalized_shape))
 
 
-def _rms_norm(
-    mode: ByStream,
+def rms_norm(
+    sharing: Sharing,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    mode.per_stream(input)
+    """As `torch.nn.functional.rms_norm`."""
+    sharing.each(input)
     y = F.rms_norm(input, list(normalized_shape), None, eps)
-    return mode.affine(y, weight, None, (mode.streams, -1, *normalized_shape))
+    return affine(y, weight, None, (sharing.streams, -1, *normalized_shape), len(normalized_shape))
 
 
-def _by_channel(mode: ByStream, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return mode.affine(y, weight, bias, (mode.streams, mode.per_stream(y), y.shape[1], math.prod(y.shape[2:])))
+def _by_channel(sharing: Sharing, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return affine(y, weight, bias, (sharing.streams, sharing.each(y), y.shape[1], math.prod(y.shape[2:])), 1)
 
 
-def _group_norm(
-    mode: ByStream,
+def group_norm(
+    sharing: Sharing,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -156,13 +112,12 @@ def _group_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Tensor:
-    if not (mode.differs(weight) or mode.differs(bias)):
-        return F.group_norm(input, num_groups, weight, bias, eps)
-    return _by_channel(mode, F.group_norm(input, num_groups, None, None, eps), weight, bias)
+    """As `torch.nn.functional.group_norm`."""
+    return _by_channel(sharing, F.group_norm(input, num_groups, None, None, eps), weight, bias)
 
 
-def _instance_norm(
-    mode: ByStream,
+def instance_norm(
+    sharing: Sharing,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -172,12 +127,13 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
+    """As `torch.nn.functional.instance_norm`."""
     y = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    return _by_channel(mode, y, weight, bias)
+    return _by_channel(sharing, y, weight, bias)
 
 
-def _batch_norm(
-    mode: ByStream,
+def batch_norm(
+    sharing: Sharing,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -187,36 +143,34 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """BatchNorm with statistics per stream, see `come.batchnorm`."""
-    rule, b, c = mode.statistics, mode.per_stream(input), input.shape[1]
-    x = input.reshape(mode.streams, b, c, -1)
-    known = running_mean is not None and running_var is not None
+    """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.batchnorm`."""
+    rule, n, b, c = sharing.statistics, sharing.streams, sharing.each(input), input.shape[1]
+    x = input.reshape(n, b, c, -1)
     one = b * x.shape[3] == 1
     if rule is None or one:
-        if known or one:
+        if one or (running_mean is not None and running_var is not None):
             y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
-            return _by_channel(mode, y, weight, bias)
+            return _by_channel(sharing, y, weight, bias)
         rule = "batch"
     if isinstance(rule, by_selection):
         with torch.no_grad():
-            mean, var = rule.by_stream(x)
-            mean, var = _toward_source(mean, var, running_mean, running_var, rule.share)
+            mean, var = _toward_source(*rule.by_stream(x), running_mean, running_var, rule.share)
         y = ((exact(x) - _channels(mean)) * _channels((var + eps).rsqrt())).to(input.dtype).reshape(input.shape)
-        return _by_channel(mode, y, weight, bias)
+        return _by_channel(sharing, y, weight, bias)
     if rule != "batch" and not isinstance(rule, mixed):
         raise ConfigError(f"a fleet cannot use the BatchNorm statistics {rule!r}; use one adapter for each stream")
-    flat = x.transpose(0, 1).reshape(b, mode.streams * c, -1)
-    z = F.batch_norm(flat, None, None, None, None, True, 0.0, eps)
-    z = z.view(b, mode.streams, c, -1).transpose(0, 1)
-    if isinstance(rule, mixed) and running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            own_var, own_mean = torch.var_mean(exact(x), dim=(1, 3), correction=0)
-            mean, var = _toward_source(own_mean, own_var, running_mean, running_var, rule.share)
-            width = (var + eps).rsqrt()
-            scale, shift = (own_var + eps).sqrt() * width, (own_mean - mean) * width
-        weight, bias = _composed(mode, weight, bias, scale, shift)
-        return (z * _channels(weight) + _channels(bias)).to(input.dtype).reshape(input.shape)
-    return _by_channel(mode, z.reshape(input.shape), weight, bias)
+    flat = x.transpose(0, 1).reshape(b, n * c, -1)
+    z = F.batch_norm(flat, None, None, None, None, True, 0.0, eps).view(b, n, c, -1).transpose(0, 1)
+    if rule == "batch" or running_mean is None or running_var is None:
+        return _by_channel(sharing, z.reshape(input.shape), weight, bias)
+    with torch.no_grad():
+        own_var, own_mean = torch.var_mean(exact(x), dim=(1, 3), correction=0)
+        mean, var = _toward_source(own_mean, own_var, running_mean, running_var, rule.share)
+        width = (var + eps).rsqrt()
+        scale, shift = (own_var + eps).sqrt() * width, (own_mean - mean) * width
+    if weight is not None:
+        scale, shift = weight * scale, weight * shift + (0 if bias is None else bias)
+    return (z * _channels(scale) + _channels(shift)).to(input.dtype).reshape(input.shape)
 
 
 def _toward_source(
@@ -229,29 +183,147 @@ def _toward_source(
     return torch.lerp(source_mean.to(mean), mean, part), torch.lerp(source_var.to(var), var, part)
 
 
-def _composed(
-    mode: ByStream, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(n, C): the layer's own weight and bias behind another scale and shift."""
-    if weight is None:
-        return scale, shift
-    return weight * scale, weight * shift + (0 if bias is None else bias)
-
-
 def _channels(value: Tensor) -> Tensor:
     """(n, C) -> (n, 1, C, 1)."""
     return value[:, None, :, None]
 
 
+# ---- layers ----
+
+
+class Norm(nn.Module):
+    """A plain norm layer, see `plain`.
+
+    Args:
+        norm: whose parameters it has.
+        sharing: of all layers of the model.
+        normalize: (sharing, input, weight, bias) -> output.
+    """
+
+    def __init__(self, norm: Any, sharing: Sharing, normalize: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias = norm.weight, norm.bias
+        self._sharing, self._normalize = sharing, normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n x b, ...) -> the same."""
+        return self._normalize(self._sharing, x, self.weight, self.bias)
+
+
+class Other(nn.Module):
+    """A norm layer that does what we do not know, by its own code.
+
+    Args:
+        norm: the layer.
+        sharing: of all layers of the model.
+    """
+
+    def __init__(self, norm: nn.Module, sharing: Sharing) -> None:
+        super().__init__()
+        self.inner, self._sharing = norm, sharing
+        self._dims = {name: p.ndim for name, p in norm.named_parameters(recurse=False)}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer."""
+        own = self.inner._parameters
+        names = {id(p): name for name, p in own.items() if p is not None and p.ndim > self._dims[name]}
+        with _Within(self._sharing, names, type(self.inner).__name__):
+            return self.inner(*args, **kwargs)
+
+
+def layer(norm: nn.Module, sharing: Sharing) -> nn.Module:
+    """What takes the place of a norm layer."""
+    found = plain(norm)
+    return Other(norm, sharing) if found is None else Norm(norm, sharing, found)
+
+
+@torch.no_grad()
+def plain(norm: nn.Module) -> Callable[..., Tensor] | None:
+    """How a layer normalizes, if it does what torch's layer of that kind does and nothing else; subclasses are tried."""
+    if isinstance(norm, nn.LayerNorm):
+        shape, eps = tuple(norm.normalized_shape), norm.eps
+        if type(norm) is nn.LayerNorm or _same(norm, torch.linspace(-1, 2, 6 * math.prod(shape)).view(2, 3, *shape)):
+            return lambda sharing, x, weight, bias: layer_norm(sharing, x, shape, weight, bias, eps)
+    if isinstance(norm, nn.GroupNorm):
+        groups, eps = norm.num_groups, norm.eps
+        if type(norm) is nn.GroupNorm or _same(norm, torch.linspace(-1, 2, 8 * norm.num_channels).view(2, -1, 2, 2)):
+            return lambda sharing, x, weight, bias: group_norm(sharing, x, groups, weight, bias, eps)
+    if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        known: Any = norm
+        return lambda sharing, x, weight, bias: batch_norm(
+            sharing, x, known.running_mean, known.running_var, weight, bias, eps=known.eps
+        )
+    return None
+
+
+def _same(norm: nn.LayerNorm | nn.GroupNorm, x: Tensor) -> bool:
+    """Whether a subclass answers as torch's own class."""
+    like = next(norm.parameters(), x)
+    x = x.to(like.device, like.dtype)
+    try:
+        if isinstance(norm, nn.LayerNorm):
+            return torch.equal(norm(x), F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps))
+        return torch.equal(norm(x), F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps))
+    except (RuntimeError, TypeError, ValueError):  # it takes other shapes
+        return False
+
+
+class _Within(TorchFunctionMode):
+    """Inside a layer: norm functions, and products and sums with a parameter, use that of each sample's stream.
+
+    Args:
+        sharing: of all layers of the model.
+        names: names of parameters by the identity of the tensor (n, ...) that stands in their place.
+        layer: the name of the layer.
+    """
+
+    def __init__(self, sharing: Sharing, names: Mapping[int, str], layer: str) -> None:
+        super().__init__()
+        self._sharing, self._names, self._layer, self._kept = sharing, dict(names), layer, list[Tensor]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call of a torch function."""
+        kwargs = kwargs or {}
+        if (own := _NORMS.get(func)) is not None:
+            return own(self._sharing, *args, **kwargs)
+        name = next((self._names[id(value)] for value in args if id(value) in self._names), None)
+        if name is None:
+            return func(*args, **kwargs)
+        if func in _CASTS:
+            found = func(*args, **kwargs)
+            self._names[id(found)] = name
+            self._kept.append(found)  # so that no other tensor gets its identity
+            return found
+        if func in _ELEMENTWISE and len(args) == 2:
+            return func(*self._aligned(args[0], args[1]), **kwargs)
+        raise ConfigError(
+            f"{name!r} of {self._layer} cannot differ by stream: the layer uses it in {getattr(func, '__name__', func)}; leave "
+            "it out with select=, or use one adapter for each stream"
+        )
+
+    def _aligned(self, a: Tensor, b: Tensor) -> list[Tensor]:
+        """Two operands, the one with an entry for each stream in a shape that broadcasts to the other."""
+
+        def like(value: Tensor, other: Tensor) -> Tensor:
+            if id(value) not in self._names:
+                return value
+            rows = value.repeat_interleave(self._sharing.each(other), dim=0)
+            return rows.view(len(rows), *[1] * (other.ndim - value.ndim), *value.shape[1:])
+
+        return [like(a, b), like(b, a)]
+
+
 _NORMS: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    F.group_norm: _group_norm,
-    torch.group_norm: _group_norm,
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
-    F.instance_norm: _instance_norm,
-    F.batch_norm: _batch_norm,
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.instance_norm: instance_norm,
+    F.batch_norm: batch_norm,
 }
 _CASTS = {Tensor.to, Tensor.float, Tensor.type_as, Tensor.contiguous}
 _ELEMENTWISE = {

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,6 +25,9 @@ from come.method import NotCapturable, Written, undo
 from come.running import room
 from come.transition import After, Before, How, Transition
 from come.trees import leaves, like, signature
+
+if TYPE_CHECKING:
+    from come.many import Many
 
 SHAPES = 8
 """Shapes of batch that are compiled; more run as they are."""
@@ -40,7 +43,7 @@ class Steps:
         step: what computes one.
     """
 
-    def __init__(self, step: Transition) -> None:
+    def __init__(self, step: Transition | Many) -> None:
         self._step = step
         self._last: Any = None
         """The shape of the batch before."""
@@ -161,7 +164,9 @@ class Captured:
         pool: memory that all graphs of an adapter share, since one runs at a time.
     """
 
-    def __init__(self, step: Transition, how: How, before: Before, x: Inputs, running: Running, pool: Any) -> None:
+    def __init__(
+        self, step: Transition | Many, how: How, before: Before, x: Inputs, running: Running, pool: Any
+    ) -> None:
         self._given: tuple[Before, Inputs] = (before, x)
 
         def compute() -> After:

@@ -7,7 +7,6 @@ same number of samples, and about which the host has decided the same, go throug
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -27,18 +26,19 @@ from torch import Tensor, nn
 
 from come import saving
 from come.adapter import Adapter, Moment, adapt
-from come.borrowed import Borrowed
+from come.compiled import Steps
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
 from come.files import replacing
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent
 from come.inputs import Inputs, checked, logits_of
+from come.many import Many, Stack
 from come.method import Method, Step, untracked
 from come.objectives import Objective
 from come.optim import TorchRule
 from come.running import Precision
-from come.stacked import Stack, apart, index, joined, over, parted, sent, to_host
-from come.transition import After, Before, How, Transition
+from come.stacked import apart, index, joined, over, parted, per_sample, sent, to_host
+from come.transition import After, Before, How
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,6 +95,7 @@ class Fleet:
         folder: where streams go that are not resident; it must exist.
         guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
         precision: as in `come.adapt`.
+        compile: as in `come.adapt`: each number of streams and of samples is a shape of its own, so it pays where these repeat.
         channels_last: as in `come.adapt`.
         **hyperparameters: what the method takes; of all streams, see `open` for one.
 
@@ -117,6 +118,7 @@ class Fleet:
         folder: str | PathLike[str] | None = None,
         guard: bool | Guard = True,
         precision: Precision = "float32",
+        compile: bool = False,
         channels_last: bool = False,
         **hyperparameters: Any,
     ) -> None:
@@ -137,6 +139,7 @@ class Fleet:
             objective=objective,
             guard=guard,
             precision=precision,
+            compile=compile,
             channels_last=channels_last,
             **hyperparameters,
         )
@@ -150,6 +153,13 @@ class Fleet:
             raise ConfigError(
                 "a fleet takes optimizer='sgd' or 'adam' (come.optim.sgd, come.optim.adam), no torch optimizer"
             )
+        if (name := self._one._borrowed.not_of_norms()) is not None:
+            raise ConfigError(
+                f"{name!r} cannot differ by stream: a fleet knows weights and biases of normalization layers only; choose "
+                "these with select=come.select.norm_affine(), or use one adapter for each stream"
+            )
+        self._many = Many(self._one._core)
+        self._steps = Steps(self._many)
         self._resident = resident
         self._streams: OrderedDict[str, _Stream] = OrderedDict()
         """Least recently used first."""
@@ -229,51 +239,38 @@ class Fleet:
         for (how, size, _, _), members in groups.items():
             rows = [row for part in members for row in part.rows]
             mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
-            after = self._together(how, members, mine, size, adapts)
-            out = Step(*(None if value is None else value.flatten(0, 1) for value in after.out))  # type: ignore[arg-type]
-            found.append((self._ended(how, members, after, size) if adapts else {}, rows, out))
+            out, moments = self._together(how, members, mine, size, adapts)
+            flat = Step(*(None if value is None else value.flatten(0, 1) for value in out))  # type: ignore[arg-type]
+            found.append((moments, rows, flat))
         return found
 
-    def _together(self, how: How, parts: list[_Part], x: Inputs, size: int, adapts: bool) -> After:
-        """One step of streams with the same number of samples; all tensors of the result are (n, ...)."""
-        core = copy.copy(self._one._core)
-        core.model, core.written = cast(Borrowed, Stack(self._one._borrowed)), []
-        core.generator = self._generators(parts)
-        own = {name: [getattr(part.method, name) for part in parts] for name in core.method.by_stream}
-        differ = {name: values for name, values in own.items() if set(values) != {getattr(core.method, name)}}
+    def _together(
+        self, how: How, parts: list[_Part], x: Inputs, size: int, adapts: bool
+    ) -> tuple[Step, dict[str, Moment]]:
+        """One step of streams with the same number of samples: what is returned, (n, b, ...), and the new moments."""
+        one = self._one
         before = self._before(how, parts, size)
-        if before.state is None and "classes" not in core.fixed:  # found once, by one stream
-            self._one._context(self._one._first(), size).classes(x.take(slice(0, size)))
-
-        def one(given: tuple[Before, dict[str, Tensor]], x: Inputs) -> After:
-            if given[1]:
-                core.method = copy.copy(core.method)
-                for name, value in given[1].items():
-                    setattr(core.method, name, value)
-            return core(how, given[0], x, None) if adapts else self._predicted(core, how, given[0], x, size)
-
+        if before.state is None and "classes" not in one._core.fixed:  # found once, by one stream
+            one._context(one._first(), size).classes(x.take(slice(0, size)))
+        many = x.map(
+            lambda value: value.view(len(parts), size, *value.shape[1:]) if per_sample(value, x.size) else value
+        )
+        step = self._many
+        step.begin(one._core, [(part.now.count, part.method) for part in parts])
         try:
-            mine = {name: sent(values, self._one._device, before.weights.dtype) for name, values in differ.items()}
-            return cast(After, over(one, (before, mine), x, len(parts)))
+            if not adapts:
+                return Step(step.predicted(how, before, many)), {}
+            after = self._steps.run(how, before, many, 0, lambda run: run())
+            return after.out, self._ended(how, parts, after, size)
         except ComeError:
             raise
         except (RuntimeError, ValueError, NotImplementedError) as error:
             if "vmap" not in str(error):
                 raise
             raise ConfigError(
-                f"{core.method.name} cannot run for many streams at once: {str(error).strip().splitlines()[0]}; use one "
+                f"{one.method.name} cannot run for many streams at once: {str(error).strip().splitlines()[0]}; use one "
                 "adapter for each stream"
             ) from error
-
-    @staticmethod
-    @torch.no_grad()
-    def _predicted(core: Transition, how: How, before: Before, x: Inputs, size: int) -> After:
-        valid = torch.ones(size, dtype=torch.bool, device=before.weights.device)
-        ctx = core.context(how, before, valid, None)
-        if before.state is None:
-            ctx.state = core.method.initial_state(ctx, x)
-        logits = ctx.forward(x, core.source, statistics=None) if how.resting else core.method.predict(ctx, x)
-        return After(before.weights, {}, {}, Step(logits))
 
     def _before(self, how: How, parts: list[_Part], size: int) -> Before:
         """What a step of these streams begins with, (n, ...)."""
@@ -287,11 +284,15 @@ class Fleet:
         if self._rates is None or self._rates[0] != key or self._rates[1].device != weights.device:
             self._rates = key, sent(rates, weights.device, weights.dtype)
         states = [now.state for now in moments]
+        method = self._one.method
+        own = {name: [getattr(part.method, name) for part in parts] for name in method.by_stream}
+        own = {name: values for name, values in own.items() if set(values) != {getattr(method, name)}}
         before = Before(
             weights,
             joined([now.moments for now in moments]),
             None if states[0] is None else joined(cast("list[dict[str, Tensor]]", states)),
             self._rates[1],
+            own={name: sent(values, weights.device, weights.dtype) for name, values in own.items()},
         )
         watches = [now.watch for now in moments if now.watch is not None]
         if not watches:
@@ -318,19 +319,8 @@ class Fleet:
 
         then = map(After, weights, moments, state, [after.out] * len(parts), history, sums, signals)
         return {
-            part.name: self._one._ended(part.now, how, mine, size, send)
-            for part, mine in zip(parts, then, strict=True)
+            part.name: self._one._ended(part.now, how, mine, size, send) for part, mine in zip(parts, then, strict=True)
         }
-
-    def _generators(self, parts: list[_Part]) -> Any:
-        """The random numbers of stream i, as an adapter of its own would have them."""
-        core = self._one._core
-
-        def begin(i: int) -> torch.Generator:
-            core.seed(parts[i].now.count)
-            return core.generator
-
-        return begin
 
     def _prove(self, x: Inputs) -> None:
         """See once that two streams get what each would get alone."""
@@ -343,7 +333,8 @@ class Fleet:
             draw = torch.Generator(source.device).manual_seed(0)
             noise = torch.randn(2, len(source), generator=draw, device=source.device, dtype=source.dtype)
             weights = source * (1 + 0.3 * noise) + 0.1 * noise.flip(0)
-            both = over(lambda given, x: stack.call(x, given), weights, pair, 2).flatten(0, 1).float()
+            apart = pair.map(lambda value: value[:, None] if per_sample(value, 2) else value)
+            both = over(lambda given, x: stack.call(x, given), weights, apart, 2, 1).flatten(0, 1).float()
 
             def alone(i: int, given: Tensor) -> Tensor:
                 return logits_of(borrowed.call(pair.take(slice(i, i + 1)), given, None, ()), 1)[0].float()
@@ -403,7 +394,7 @@ class Fleet:
 
     def _new(self, own: dict[str, float]) -> _Stream:
         method = self._one.method
-        known = ("lr", *method.by_stream)
+        known = ("lr", *method.by_stream, *(["seed"] if hasattr(method, "seed") else []))
         for key in own:
             if key not in known:
                 raise ConfigError(
@@ -636,6 +627,8 @@ class Fleet:
         """After the user has moved or cast the model, bring all resident streams along."""
         one = self._one
         before = one._now.weights
+        if not one._borrowed.fresh():
+            self._steps.forget()
         one._follow()
         if one._now.weights is before:
             return

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.batchnorm import Layer, StatisticsRule, mixed, normalizing, unit_statistics
+from come.batchnorm import Layer, Statistics, StatisticsRule, mixed, normalizing, unit_statistics
+from come.by_stream import Other, Sharing
+from come.by_stream import layer as layer_by_stream
 from come.errors import require
 from come.inputs import Inputs
 
@@ -231,7 +233,7 @@ class StandIn:
         model: the user's classifier; it is not changed.
         adapted: names of the parameters that are given at each call.
         layers: its BatchNorm layers by path.
-        rule: what these normalize by.
+        rule: what these normalize by; "streams": as each of many streams does, see `come.by_stream`.
         mode: precision and memory format.
         compiled: whether `torch.compile` is used.
         converted: weights that were rounded or put in another memory format before; new ones are added.
@@ -242,7 +244,7 @@ class StandIn:
         model: nn.Module,
         adapted: frozenset[str],
         layers: Mapping[str, Layer],
-        rule: StatisticsRule,
+        rule: StatisticsRule | Literal["streams"],
         mode: Mode,
         compiled: bool,
         converted: Converted,
@@ -261,13 +263,18 @@ class StandIn:
                 norm.track_running_stats, norm.training = False, True
             elif rule == "mixed":
                 self._mix(norm, layer)
+        self._sharing = Sharing()
+        if rule == "streams":
+            for path in dict.fromkeys([*layers, *(name.rpartition(".")[0] for name in adapted)]):
+                norm = self.module.get_submodule(path)
+                if norm is self.module:
+                    self.module = layer_by_stream(norm, self._sharing)
+                else:
+                    self._replace(norm, layer_by_stream(norm, self._sharing))
         for module in list(self.module.modules()):
             if _cuts_patches(module):
                 self._replace(module, Patches(module))  # type: ignore[arg-type]
-        self._places = {
-            name: (self.module.get_submodule(name.rpartition(".")[0])._parameters, name.rpartition(".")[2])
-            for name in adapted
-        }
+        self._places = {name: self._place(name) for name in adapted}
         self._buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b is not None]
         self._versions = [b._version for b, _ in self._buffers]
         self._compiled = compiled
@@ -305,11 +312,33 @@ class StandIn:
                 converted[key] = nn.Parameter(mode.laid_out(value), requires_grad=False)
             setattr(module, name, converted[key])
 
-    def __call__(self, given: dict[str, Tensor], x: Inputs, share: Tensor | float | None = None) -> Any:
-        """What the model returns for `x` with these parameters, by name, and this share of the batch's statistics."""
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        """Where a parameter is."""
+        path, _, own = name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        return (owner.inner if isinstance(owner, Other) else owner)._parameters, own
+
+    def __call__(
+        self,
+        given: dict[str, Tensor],
+        x: Inputs,
+        share: Tensor | float | None = None,
+        streams: int = 1,
+        statistics: Statistics = None,
+    ) -> Any:
+        """What the model returns for `x`.
+
+        Args:
+            given: parameters by name.
+            x: the batch.
+            share: of the batch's statistics, for the rule "mixed".
+            streams: how many, for the rule "streams".
+            statistics: what BatchNorm normalizes by in these.
+        """
         places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
         if share is not None:
-            places.append((self._mixing.__dict__, "share", torch.as_tensor(share)))
+            places.append((vars(self._mixing), "share", torch.as_tensor(share)))
+        places += [(vars(self._sharing), "streams", streams), (vars(self._sharing), "statistics", statistics)]
         try:
             with room() if self._compiled else contextlib.nullcontext():
                 return call_with(self.module, places, x)

@@ -11,19 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from come.batchnorm import Statistics, by_selection, mixed
-from come.errors import ConfigError, ModelError
-from come.inputs import Inputs, logits_of
+from come.errors import ModelError
+from come.inputs import Inputs
 from come.trees import leaves, like
-
-if TYPE_CHECKING:
-    from come.borrowed import Borrowed
 
 _here = threading.local()
 
@@ -120,63 +115,29 @@ def drawn(draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor, beg
     return outside(do, values)
 
 
-class Stack:
-    """A model as a step of many streams calls it; everything but a call is that of the model itself."""
-
-    def __init__(self, model: Borrowed) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def call(self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Any] = ()) -> Tensor:
-        """Logits (b, K), see `Borrowed.call`."""
-        if hooks:
-            raise ConfigError(
-                "this method looks into the model by hooks, which cannot tell streams apart; use one adapter for each stream"
-            )
-        if callable(statistics) and not isinstance(statistics, by_selection):
-            raise ConfigError(
-                "this method has BatchNorm statistics of its own, which a fleet cannot keep by stream; use one adapter for "
-                "each stream"
-            )
-        tensors = leaves(tuple(x))
-        known = vars(statistics) if isinstance(statistics, (mixed, by_selection)) else {}
-        shares = {name: value for name, value in known.items() if isinstance(value, Tensor)}
-
-        def do(n: int, weights: Value, *values: Value) -> Tensor:
-            inputs, rest = values[: len(tensors)], values[len(tensors) :]
-            flat: Inputs = Inputs(*like(tuple(x), [v.flatten(0, 1) if differs else v for differs, v in inputs]))
-            own = {
-                name: v if differs else v.expand(n, *v.shape) for name, (differs, v) in zip(shares, rest, strict=True)
-            }
-            rule = replace(statistics, **own) if isinstance(statistics, (mixed, by_selection)) else statistics
-            out = self._model.call_streams(flat, weights[1], n, rule)
-            logits = logits_of(out, flat.size)
-            return logits.view(n, -1, logits.shape[1])
-
-        return outside(do, weights, *tensors, *shares.values())
-
-
 # ---- from one to many and back ----
 
 
-def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs, streams: int) -> Any:
+def per_sample(value: Any, size: int) -> bool:
+    """Whether it is a tensor with an entry for each of `size` samples."""
+    return isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size
+
+
+def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs, streams: int, size: int) -> Any:
     """`run(given, x)` of each stream at once.
 
     Args:
         run: from what one stream is given and its samples to a tree of tensors.
         given: a tree of tensors (n, ...).
-        x: the samples, stream after stream.
+        x: the samples (n, b, ...); what all streams share has another shape.
         streams: n.
+        size: b.
 
     Returns:
         the tree, of tensors (n, ...).
     """
     mine, batch = leaves(given), leaves(tuple(x))
-    apart = [value.ndim > 0 and len(value) == x.size for value in batch]
-    tensors = [v.view(streams, -1, *v.shape[1:]) if split else v for v, split in zip(batch, apart, strict=True)]
-    dims = (*[0] * len(mine), *(0 if split else None for split in apart))
+    dims = (*[0] * len(mine), *(0 if value.shape[:2] == (streams, size) else None for value in batch))
     made: list[Any] = []
 
     def one(*values: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +145,7 @@ def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs, streams: int)
         return tuple(leaves(made[0]))
 
     with stacked():
-        found = torch.vmap(one, in_dims=dims)(*mine, *tensors)
+        found = torch.vmap(one, in_dims=dims)(*mine, *batch)
     return like(made[0], list(found))
 
 

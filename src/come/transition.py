@@ -60,6 +60,8 @@ class Before(NamedTuple):
     """What the question in hand has found so far."""
     needed: Tensor | None = None
     """0-d: after how many samples it may be acted on."""
+    own: dict[str, Tensor] | None = None
+    """0-d: hyperparameters of this stream, of those in `Method.by_stream`."""
 
 
 class After(NamedTuple):
@@ -145,9 +147,9 @@ class Transition:
             written=self.written,
         )
 
-    def seed(self, count: int) -> None:
-        """Begin the random numbers of batch number `count`."""
-        text = f"{getattr(self.method, 'seed', 0)} {count}"
+    def seed(self, count: int, method: Method | None = None) -> None:
+        """Begin the random numbers of batch number `count`, of another stream's method if one is given."""
+        text = f"{getattr(method or self.method, 'seed', 0)} {count}"
         self.generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
     # ---- parts ----

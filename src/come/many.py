@@ -1,0 +1,132 @@
+"""One step of many streams, as one: what `come.stacked` makes of a `Transition`, and of the model that it calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from come.batchnorm import Statistics, by_selection, mixed
+from come.borrowed import Borrowed
+from come.errors import ConfigError
+from come.inputs import Inputs, logits_of
+from come.method import Method, NotCapturable
+from come.running import Function
+from come.stacked import Value, outside, over
+from come.transition import After, Before, How, Transition
+from come.trees import leaves, like
+
+
+class Stack:
+    """A model as a step of many streams calls it; everything but a call is that of the model itself."""
+
+    def __init__(self, model: Borrowed) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def fused(self, function: Function) -> Function:
+        """The function as it is: inside of vmap nothing is compiled."""
+        return function
+
+    def call(self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Any] = ()) -> Tensor:
+        """Logits (b, K), see `Borrowed.call`."""
+        if hooks:
+            raise ConfigError(
+                "this method looks into the model by hooks, which cannot tell streams apart; use one adapter for each stream"
+            )
+        if callable(statistics) and not isinstance(statistics, by_selection):
+            raise ConfigError(
+                "this method has BatchNorm statistics of its own, which a fleet cannot keep by stream; use one adapter for "
+                "each stream"
+            )
+        tensors = leaves(tuple(x))
+        known = vars(statistics) if isinstance(statistics, (mixed, by_selection)) else {}
+        shares = {name: value for name, value in known.items() if isinstance(value, Tensor)}
+
+        def do(n: int, weights: Value, *values: Value) -> Tensor:
+            inputs, rest = values[: len(tensors)], values[len(tensors) :]
+            flat: Inputs = Inputs(*like(tuple(x), [v.flatten(0, 1) if differs else v for differs, v in inputs]))
+            own = {
+                name: v if differs else v.expand(n, *v.shape) for name, (differs, v) in zip(shares, rest, strict=True)
+            }
+            rule = replace(statistics, **own) if isinstance(statistics, (mixed, by_selection)) else statistics
+            out = self._model.call_streams(flat, weights[1], n, rule)
+            logits = logits_of(out, flat.size)
+            return logits.view(n, -1, logits.shape[1])
+
+        return outside(do, weights, *tensors, *shares.values())
+
+
+class Many:
+    """One step of many streams, as `come.compiled.Steps` runs that of one.
+
+    Args:
+        core: the step of one.
+    """
+
+    def __init__(self, core: Transition) -> None:
+        self.method, self.model, self.generator = core.method, core.model, core.generator
+        self.written: list[Any] = []
+        self._core, self._streams = core, list[tuple[int, Method]]()
+
+    def begin(self, core: Transition, streams: list[tuple[int, Method]]) -> None:
+        """Before a step: that of one as it is now, and for each stream its number of the batch and its method."""
+        self._core, self._streams = core, streams
+        self.model, self.generator = core.model, core.generator
+
+    def seed(self, count: int) -> None:
+        """Nothing: each stream has random numbers of its own."""
+
+    def __call__(self, how: How, before: Before, x: Inputs, count: int | None) -> After:
+        """The step; all tensors are (n, ...), and those of the batch (n, b, ...)."""
+        core = copy.copy(self._core)
+        core.model, core.written = cast(Borrowed, Stack(core.model)), []
+        core.generator = cast(torch.Generator, _refuse if count is None else self._generator)
+
+        def one(before: Before, x: Inputs) -> After:
+            if before.own:
+                core.method = copy.copy(core.method)
+                for name, value in before.own.items():
+                    setattr(core.method, name, value)
+            return core(how, before, x, None)
+
+        return cast(After, over(one, before, x, len(before.weights), _samples(x)))
+
+    def predicted(self, how: How, before: Before, x: Inputs) -> Tensor:
+        """Logits (n, b, K) without adapting."""
+        core = copy.copy(self._core)
+        core.model, core.generator = cast(Borrowed, Stack(core.model)), cast(torch.Generator, self._generator)
+        size = _samples(x)
+
+        def one(before: Before, x: Inputs) -> Tensor:
+            valid = torch.ones(size, dtype=torch.bool, device=before.weights.device)
+            ctx = core.context(how, before, valid, None)
+            if before.state is None:
+                ctx.state = core.method.initial_state(ctx, x)
+            if how.resting:
+                return ctx.forward(x, core.source, statistics=None)
+            return core.method.predict(ctx, x)
+
+        with torch.no_grad():
+            return cast(Tensor, over(one, before, x, len(before.weights), size))
+
+    def _generator(self, i: int) -> torch.Generator:
+        """The random numbers of stream i, as an adapter of its own would have them."""
+        count, method = self._streams[i]
+        self._core.seed(count, method)
+        return self._core.generator
+
+
+def _refuse(i: int) -> torch.Generator:
+    raise NotCapturable("it draws random numbers for each stream")
+
+
+def _samples(x: Inputs) -> int:
+    """b, of a batch (n, b, ...)."""
+    return x.per_sample()[0].shape[1]
