@@ -3,7 +3,7 @@
     python benchmarks/fleet.py --out fleet.json     # one GPU
     python benchmarks/fleet.py --tiny               # small models on a CPU: does everything run?
 
-Random weights, guards on, Tent+COME at a tiny learning rate, bf16, not compiled. A row: the time of a step of all streams after
+Random weights, guards on, Tent+COME at a tiny learning rate, bf16. A row: the time of a step of all streams after
 the warm-up, images per second, and how many times as fast it is as its baseline. "memory" is what one stream takes on the
 device, in multiples of its adapted parameters.
 """
@@ -14,13 +14,14 @@ import argparse
 import gc
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from speed import LR, build, machine
+from speed import LR, build, machine, write_pictures
 from torch import Tensor, nn
 
 import come
@@ -80,12 +81,12 @@ def names(streams: int, each: int) -> list[str]:
     return [str(i) for i in range(streams) for _ in range(each)]
 
 
-def fleet(lab: Lab, model: nn.Module, side: int, streams: int, each: int, **more: Any) -> float:
+def fleet(lab: Lab, model: nn.Module, side: int, streams: int, each: int, compile: bool = False, **more: Any) -> float:
     """Seconds for a step of all streams, with a row."""
     lab.free()
     x, ids = lab.images(streams * each, side), names(streams, each)
     before = torch.cuda.memory_allocated() if lab.device.type == "cuda" else 0
-    made = come.Fleet(model, "tent", streams=streams, lr=LR, **lab.mode)
+    made = come.Fleet(model, "tent", streams=streams, lr=LR, compile=compile and not lab.tiny, **lab.mode)
     found = lab.steady(lambda: made(x, ids), warm=12, repeats=3 if lab.tiny else 10)
     if lab.device.type == "cuda":
         size = 4 * sum(p.numel() for p in made.adapted_parameters("0").values())
@@ -95,7 +96,7 @@ def fleet(lab: Lab, model: nn.Module, side: int, streams: int, each: int, **more
     baseline = more.pop("baseline", None)
     if baseline is not None:
         more["times as fast"] = baseline / found
-    lab.add(f"fleet, {streams} streams of {each}", found, streams * each, **more)
+    lab.add(f"fleet, {streams} streams of {each}{', compiled' if compile else ''}", found, streams * each, **more)
     return found
 
 
@@ -114,6 +115,68 @@ def alone(lab: Lab, model: nn.Module, side: int, streams: int, each: int) -> flo
     return found
 
 
+def one(lab: Lab, model: nn.Module, side: int, samples: int, compile: bool) -> float:
+    """Seconds for a step of one adapter on as many samples, with a row."""
+    lab.free()
+    x = lab.images(samples, side)
+    with come.adapt(model, "tent", lr=LR, compile=compile and not lab.tiny, **lab.mode) as adapter:
+        found = lab.steady(lambda: adapter(x), warm=16, repeats=3 if lab.tiny else 10)
+    lab.add(f"adapter, one stream of {samples}{', compiled' if compile else ''}", found, samples)
+    return found
+
+
+def grid(lab: Lab, model: nn.Module) -> None:
+    """`come bench` in the standard setting, one cell after the other and all corruptions at once, with what differs."""
+    from come.bench import Plan
+    from come.bench.data.folders import FolderSource
+    from come.bench.folder import RunFolder
+    from come.bench.models import Model, Preprocess
+    from come.bench.runner import Bench
+
+    count, classes, side = (32, 10, 32) if lab.tiny else (2000, 200, 64)
+    with tempfile.TemporaryDirectory() as folder:
+        write_pictures(Path(folder) / "data", count, classes, side)
+        preprocess = Preprocess(side, side)
+        plan = Plan(
+            methods=("tent", "sar:margin=10"),
+            objectives=("come",),
+            corruptions=("fog", "contrast") if lab.tiny else None,
+            batch_size=16 if lab.tiny else 64,
+            data=f"folder:{folder}/data",
+            **lab.mode,
+        )
+        source = FolderSource(plan.data, f"{folder}/data", preprocess)
+        bench = Bench(
+            plan,
+            device=str(lab.device),
+            source=source,
+            workers=0 if lab.tiny else 8,
+            model=Model("m", model, preprocess, classes),
+        )
+        bench.cells, cells = bench.cells[:1], bench.cells
+        bench.run(RunFolder(Path(folder) / "first"))  # decodes
+        bench.cells, records, took = cells, {}, {}
+        for together in (1, 2 if lab.tiny else 16):
+            bench.together = together
+            lab.sync()
+            began = time.perf_counter()
+            found = bench.run(RunFolder(Path(folder) / f"run{together}"))
+            took[together] = time.perf_counter() - began
+            records[together] = {record.cell.key: record.result.metrics for record in found}
+            more = {"times as fast": took[1] / took[together]} if together > 1 else {}
+            samples = sum(record.result.samples for record in found)
+            lab.add(f"come bench, {len(found)} cells, {together} at once", took[together], samples, **more)
+        first, second = records.values()
+        off = max(
+            abs(value - second[key][domain][name])
+            for key, metrics in first.items()
+            for domain, values in metrics.items()
+            for name, value in values.items()
+            if name == "accuracy"
+        )
+        print(f"largest difference of an accuracy: {100 * off:.2f} points", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Print the table, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -127,20 +190,19 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     model, side = lab.model("vit_s")
     print("ViT-S/8 at 64 x 64")
     baseline = alone(lab, model, side, many, each)
-    fleet(lab, model, side, many, each, baseline=baseline)
-    for streams in (4, 8) if lab.tiny else (1, 16, 64, 256, 1024):
+    for compile in (False, True):
+        fleet(lab, model, side, many, each, compile, baseline=baseline)
+    for streams in (4, 8) if lab.tiny else (1, 64, 1024):
         fleet(lab, model, side, streams, 1)
-    fleet(lab, model, side, 2 if lab.tiny else 15, 8 if lab.tiny else 64)
+    grid(lab, model)
     del model
     lab.free()
     print("ViT-B/16")
     model, side = lab.model("vit_b")
     streams = 4 if lab.tiny else 64
-    x = lab.images(streams, side)
-    with come.adapt(model, "tent", lr=LR, **lab.mode) as one:
-        single = lab.steady(lambda: one(x), warm=16, repeats=3 if lab.tiny else 10)
-    lab.add(f"adapter, one stream of {streams}", single, streams)
-    fleet(lab, model, side, streams, 1, baseline=single)
+    for compile in (False, True):
+        single = one(lab, model, side, streams, compile)
+        fleet(lab, model, side, streams, 1, compile, baseline=single)
     return lab.rows
 
 

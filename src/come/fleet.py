@@ -452,6 +452,11 @@ class Fleet:
         with self._looking_at(name) as one:
             return one.count
 
+    def learning_rate(self, name: Name, batch: int) -> float | None:
+        """The learning rate of a stream for so many samples of it, before the guard's factor; None if nothing descends."""
+        method = self._streams[self._known(name)].method
+        return method.learning_rate(batch, self._one._borrowed.has_batch_norm) if method.descends else None
+
     def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
         """The adapted parameters of a stream by name: copies."""
         with self._looking_at(name) as one:

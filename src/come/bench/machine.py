@@ -49,8 +49,12 @@ class Meter:
         """Since it was made."""
         return time.perf_counter() - self._began
 
-    def machine(self) -> Machine:
-        """Versions, device and threads, and how many cores other programs kept busy meanwhile."""
+    def machine(self, streams: int = 1) -> Machine:
+        """Versions, device and threads, and how many cores other programs kept busy meanwhile.
+
+        Args:
+            streams: how many cells ran at once, as streams of one fleet.
+        """
         versions = {"python": platform.python_version()}
         for package in PACKAGES:
             try:
@@ -68,6 +72,7 @@ class Meter:
             device=f"{self.device.type}: {name}",
             threads=torch.get_num_threads(),
             jobs=self.jobs.count,
+            streams=streams,
             load=round(load, 2),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,46 +59,102 @@ def run_cell(
     Returns:
         the record and its rows.
     """
-    account, table, meter = Account(), Table(objectives.get(cell.objective)), Meter(device, jobs)
-    for number, episode in enumerate(episodes):
-        if episode.reset:
+    meter = Meter(device, jobs)
+    course = Course(cell, model, source, episodes, device, workers, outliers)
+    for batch, fresh in course:
+        if fresh:
             adapter.reset()
-        for batch in batches(
-            source,
-            episode.stream,
-            model.preprocess,
-            batch_size=episode.batch_size or cell.batch_size,
-            device=device,
-            workers=workers,
-            account=account,
-            outliers=outliers,
-        ):
-            try:
-                step = adapter.step(batch.images)
-            except InputError as error:
-                raise UnfitError(str(error)) from error
-            table.add(step, batch, number)
-            on_batch(len(batch.labels))
-    rows = table.rows()
-    if not rows:
-        raise InputError(f"not one image of {source.name} could be read; {account.bad} were skipped: fix the data")
-    kept = sum(held.bytes for held in (source, outliers) if isinstance(held, Resident))  # images are not the method's
-    domains = tuple(episode.stream.domain for episode in episodes)
-    fresh = tuple(episode.reset for episode in episodes)
-    result = Result(
-        domains=domains,
-        fresh=fresh,
-        metrics=domain_metrics(rows, domains, fresh),
-        samples=len(rows["label"]),
-        bad_images=account.bad,
-        health=adapter.health() if cell.guard else {},
-        events=tuple((event.kind, event.step) for event in events if event.kind in ("collapse", "recovered")),
-        lr=adapter.learning_rate(cell.batch_size) if adapter.method.descends else None,
-        seconds=meter.seconds(),
-        seconds_waiting_for_data=account.waited,
-        peak_memory_mb=round(meter.peak_megabytes() - kept / 2**20, 1),
-    )
-    return Record(cell=cell, result=result, machine=meter.machine()), rows
+        try:
+            step = adapter.step(batch.images)
+        except InputError as error:
+            raise UnfitError(str(error)) from error
+        course.add(step, batch)
+        on_batch(len(batch.labels))
+    lr = adapter.learning_rate(cell.batch_size) if adapter.method.descends else None
+    return course.record(meter, adapter.health(), events, lr)
+
+
+class Course:
+    """A cell that is being run: its batches in order, the rows so far, and at the end its record.
+
+    Args:
+        cell: which one.
+        model: whose preprocessing it is.
+        source: of the images.
+        episodes: the streams, in order.
+        device: where the batches are wanted.
+        workers: processes that decode images.
+        outliers: the outlier source, if the streams have outliers.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        model: Model,
+        source: Source,
+        episodes: Sequence[Episode],
+        device: torch.device,
+        workers: int,
+        outliers: Source | None,
+    ) -> None:
+        self.cell, self._model, self._source, self._outliers = cell, model, source, outliers
+        self._episodes, self._device, self._workers = episodes, device, workers
+        self._account, self._table, self._number = Account(), Table(objectives.get(cell.objective)), 0
+
+    def __iter__(self) -> Iterator[tuple[Batch, bool]]:
+        """The batches, and whether the method is to be reset before each."""
+        for number, episode in enumerate(self._episodes):
+            self._number, fresh = number, episode.reset
+            for batch in batches(
+                self._source,
+                episode.stream,
+                self._model.preprocess,
+                batch_size=episode.batch_size or self.cell.batch_size,
+                device=self._device,
+                workers=self._workers,
+                account=self._account,
+                outliers=self._outliers,
+            ):
+                yield batch, fresh
+                fresh = False
+
+    def add(self, step: Step, batch: Batch) -> None:
+        """Note what a step said of the last batch."""
+        self._table.add(step, batch, self._number)
+
+    def record(
+        self, meter: Meter, health: dict[str, float], events: Sequence[Event], lr: float | None, together: int = 1
+    ) -> tuple[Record, Rows]:
+        """The record and its rows.
+
+        Args:
+            meter: of the time and memory.
+            health: of the guard.
+            events: what it reported.
+            lr: the learning rate, if there is one.
+            together: how many cells shared the meter; each is said to have taken its part of the time.
+        """
+        rows, source, outliers = self._table.rows(), self._source, self._outliers
+        if not rows:
+            bad = self._account.bad
+            raise InputError(f"not one image of {source.name} could be read; {bad} were skipped: fix the data")
+        kept = sum(held.bytes for held in (source, outliers) if isinstance(held, Resident))  # not the method's
+        domains = tuple(episode.stream.domain for episode in self._episodes)
+        fresh = tuple(episode.reset for episode in self._episodes)
+        result = Result(
+            domains=domains,
+            fresh=fresh,
+            metrics=domain_metrics(rows, domains, fresh),
+            samples=len(rows["label"]),
+            bad_images=self._account.bad,
+            health=health if self.cell.guard else {},
+            events=tuple((event.kind, event.step) for event in events if event.kind in ("collapse", "recovered")),
+            lr=lr,
+            seconds=meter.seconds() / together,
+            seconds_waiting_for_data=self._account.waited,
+            peak_memory_mb=round(meter.peak_megabytes() - kept / 2**20, 1),
+        )
+        return Record(cell=self.cell, result=result, machine=meter.machine(together)), rows
 
 
 class Table:

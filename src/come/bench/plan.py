@@ -185,6 +185,22 @@ def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
     return values
 
 
+def parse_streams(text: str) -> int | None:
+    """`16` -> 16, `auto` -> None.
+
+    Example:
+        >>> parse_streams("0")
+        Traceback (most recent call last):
+        ...
+        come.errors.ConfigError: streams must be a number from 1 to 4096, or auto, got '0'
+    """
+    if text == "auto":
+        return None
+    count = int(text) if re.fullmatch(r"\d{1,4}", text, re.ASCII) else 0
+    require(1 <= count <= 4096, "streams", text, "a number from 1 to 4096, or auto")
+    return count
+
+
 def parse_shard(text: str) -> tuple[int, int]:
     """`2/8` -> (2, 8): the third of eight parts of a plan.
 

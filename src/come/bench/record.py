@@ -56,6 +56,8 @@ class Machine(Description):
     threads: Whole
     jobs: Whole = 1
     """Processes that worked on the run at once."""
+    streams: Whole = 1
+    """Cells that ran at once as streams of one fleet: each took its part of the time, and memory is that of all."""
     load: Amount
     """Cores that other programs kept busy meanwhile."""
 

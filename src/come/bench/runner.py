@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +27,14 @@ from come.bench.data.store import Kept, Resident
 from come.bench.data.streams import OUTLIER
 from come.bench.folder import RunFolder, Stamp, check_space
 from come.bench.helpers import Helpers
-from come.bench.machine import ALONE, Jobs
-from come.bench.measure import UnfitError, run_cell
+from come.bench.machine import ALONE, Jobs, Meter
+from come.bench.measure import Course, UnfitError, run_cell
 from come.bench.plan import Plan
 from come.bench.record import Failure, Record, Rows
 from come.bench.settings import Episode
+from come.bench.together import automatic_streams, bundle_key, bundles, given, own, run_together
 from come.errors import ComeError, ConfigError, InputError, ModelError, require, require_int
+from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.methods import get as get_method
 
@@ -50,6 +53,10 @@ class Progress:
 
     def start(self, cell: Cell, samples: int) -> None:
         """A cell begins."""
+
+    def start_together(self, cells: Sequence[Cell], samples: int) -> None:
+        """Several cells begin, as streams of one fleet."""
+        self.start(cells[0], samples)
 
     def advance(self, samples: int) -> None:
         """Some samples of it are done."""
@@ -77,6 +84,15 @@ class _Made(NamedTuple):
     """Its state when it was made."""
     events: list[Event]
     """What its guard reports."""
+
+
+class _Fleet(NamedTuple):
+    """A fleet whose streams are cells."""
+
+    key: object
+    made: Fleet
+    events: list[Event]
+    """What their guards report."""
 
 
 class UnderWay:
@@ -162,6 +178,8 @@ class Bench:
         streams: manifests to replay in place of the setting's own streams.
         jobs: processes that run cells at once, see `automatic_jobs` for None. More than one need a main module that can be
             imported, as always in Python where processes are started.
+        together: cells that run at once as streams of one fleet, where they differ in corruptions, seeds, rates or thresholds
+            only; None for as many as keep a GPU busy. The same numbers within rounding. More than one run in this process.
         shard: (i, n) runs the i-th of n parts of the plan, counted from 0, about as much work each. Processes that run the
             other parts may use the same folder at the same time, on this machine or on others.
 
@@ -181,6 +199,7 @@ class Bench:
         model: models.Model | None = None,
         streams: Sequence[Stream] = (),
         jobs: int | None = 1,
+        together: int | None = 1,
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
@@ -205,6 +224,9 @@ class Bench:
         self.planned = self.cells = replayed or cells
         """`planned` are the cells of the plan, `cells` those of this shard."""
         self._made: _Made | None = None
+        self._fleet: _Fleet | None = None
+        self._apart: set[str] = set()
+        """Methods, and keys of cells, that were found not to run as streams of a fleet."""
         self._source_images: Tensor | None = None
         self.refused: dict[str, str] = {}
         """Methods that cannot be run on this model or these streams, and why."""
@@ -214,6 +236,14 @@ class Bench:
         self._check_domains()
         self._try_methods()
         self.cells = _dealt(self.planned, *shard)
+        self.together = automatic_streams(self._device, plan.batch_size) if together is None else together
+        require_int("together", self.together, 1)
+        if self.together > 1:
+            if (jobs or 1) > 1:
+                raise ConfigError(
+                    f"streams ({self.together}) and jobs ({jobs}) are two ways to run cells at once; choose one"
+                )
+            jobs = 1
         self.jobs = automatic_jobs(self._model.module, self._device, self.cells) if jobs is None else jobs
         require_int("jobs", self.jobs, 1)
         self._jobs = ALONE
@@ -340,7 +370,8 @@ class Bench:
                 torch.set_num_threads(share)
                 waiting = _shared_out(waiting, 0, count)
             while waiting:
-                later = [cell for cell in waiting if not self._try(cell, under_way)]
+                parts = bundles(waiting, self.together, self._is_alone)
+                later = [cell for part in parts for cell in self._try_all(part, under_way)]
                 if len(later) == len(waiting):
                     under_way.wait()
                 waiting = later
@@ -367,7 +398,7 @@ class Bench:
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: the model by value, or its tensors would be moved to shared memory, under the user's hands."""
-        return vars(self) | {"_made": None, "_source_images": None, "_model": pickle.dumps(self._model)}
+        return vars(self) | {"_made": None, "_fleet": None, "_source_images": None, "_model": pickle.dumps(self._model)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -378,6 +409,9 @@ class Bench:
         if self._made is not None:
             self._made.adapter.close()
             self._made = None
+        if self._fleet is not None:
+            self._fleet.made.close()
+            self._fleet = None
 
     def _try(self, cell: Cell, under_way: UnderWay) -> bool:
         """Whether a cell needs no further thought: it is done, now or before, has failed, or cannot be run."""
@@ -410,6 +444,85 @@ class Bench:
                     return True
         under_way.finish(cell, record, resumed)
         return True
+
+    def _is_alone(self, cell: Cell) -> bool:
+        """Whether a cell was found not to run as a stream of a fleet."""
+        return cell.base in self._apart or cell.key in self._apart
+
+    def _try_all(self, cells: list[Cell], under_way: UnderWay) -> list[Cell]:
+        """Run cells together, or the one that there is; returns those that need further thought."""
+        if len(cells) == 1:
+            return [] if self._try(cells[0], under_way) else cells
+        later, mine = list[Cell](), list[Cell]()
+        with ExitStack() as claims:
+            for cell in cells:
+                if under_way.record(cell) is None and not claims.enter_context(under_way.folder.claim(cell)):
+                    later.append(cell)
+                elif under_way.record(cell) is not None:
+                    self._try(cell, under_way)
+                elif cell.key not in under_way.settled:
+                    mine.append(cell)
+            try:
+                if mine:
+                    self._run_together(mine, under_way)
+                return later
+            except UnfitError as error:
+                for cell in mine:
+                    self.refused[cell.method] = str(error)
+                    under_way.refuse(cell, str(error))
+                return later
+            except (torch.cuda.OutOfMemoryError, MemoryError):
+                self.together = max(1, len(mine) // 2)
+            except ConfigError as error:  # this method cannot
+                warnings.warn(f"one cell after the other: {error}", stacklevel=2)
+                self._apart.add(mine[0].base)
+            except ComeError:
+                raise
+            except Exception:  # of one of them: alone each says for itself
+                self._apart.update(cell.key for cell in mine)
+        self.release()
+        return later + mine
+
+    def _run_together(self, cells: list[Cell], under_way: UnderWay) -> None:
+        """Run cells as streams of one fleet."""
+        folder, meter = under_way.folder, Meter(self._device, self._jobs)
+        courses, total, fleet = dict[str, Course](), 0, self._make_fleet(cells[0])
+        for cell in cells:
+            episodes = self.episodes(cell)
+            for episode in episodes:
+                folder.write_stream(episode.stream)
+            total += sum(len(episode.stream) for episode in episodes)
+            outliers = next((e.stream.outliers for e in episodes if e.stream.outliers), None)
+            apart = None if outliers is None else self._outliers[outliers]
+            courses[cell.key] = Course(cell, self._model, self._source, episodes, self._device, self._workers, apart)
+            fleet.made.open(cell.key, **own(cell))
+        under_way.progress.start_together(cells, total)
+        by_key = {cell.key: cell for cell in cells}
+        for key, record, rows in run_together(
+            courses, fleet.made, meter, fleet.events, lambda _, samples: under_way.advance(samples)
+        ):
+            folder.write(record, rows)
+            under_way.finish(by_key[key], record)
+
+    def _make_fleet(self, cell: Cell) -> _Fleet:
+        """The fleet for a cell and others like it: the last one without its streams, if it fits."""
+        key = bundle_key(cell)
+        if self._fleet is not None and self._fleet.key != key:
+            self.release()
+        if self._fleet is None:
+            events: list[Event] = []
+            rest = {name: value for name, value in given(cell).items() if name not in own(cell)}
+            arguments = self._arguments(cell, self._source_batches)
+            guard = cell.guard and Guard(on_event=events.append)
+            try:
+                made = Fleet(self._model.module, cell.base, objective=cell.objective, guard=guard, **(arguments | rest))
+            except ModelError as error:
+                raise UnfitError(str(error)) from error
+            self._fleet = _Fleet(key, made, events)
+        for name in self._fleet.made.streams:
+            self._fleet.made.close(name)
+        self._fleet.events.clear()
+        return self._fleet
 
     def give_up(self, error: Exception) -> None:
         """Get ready for the next cell after one has failed; raises where this process cannot go on."""
@@ -473,21 +586,24 @@ class Bench:
         return self._made
 
     def _adapter(self, cell: Cell, source: Iterable[Tensor], events: list[Event] | None = None) -> Adapter:
-        given = {
+        guard = cell.guard and events is not None and Guard(on_event=events.append)
+        arguments = self._arguments(cell, source) | cell.hyper
+        return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
+
+    def _arguments(self, cell: Cell, source: Iterable[Tensor]) -> dict[str, Any]:
+        """What the method of a cell is given beside its hyperparameters."""
+        offered = {
             "source": source,
             "normalization": self._model.preprocess.normalization,
             "seed": cell.seed,
             "statistics": cell.statistics,
         }
         known = get_method(cell.base).hyperparameters()
-        arguments: dict[str, Any] = {
-            name: value for name, value in given.items() if name in known and value is not None
-        }
-        guard = cell.guard and events is not None and Guard(on_event=events.append)
+        found: dict[str, Any] = {name: value for name, value in offered.items() if name in known and value is not None}
         for name in ("precision", "compile", "channels_last"):
             if (value := getattr(cell, name)) != Cell.model_fields[name].default:
-                arguments[name] = value
-        return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **(arguments | cell.hyper))
+                found[name] = value
+        return found
 
     @property
     def _source_batches(self) -> Iterable[Tensor]:

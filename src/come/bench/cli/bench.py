@@ -23,6 +23,7 @@ from come.bench.cli.options import (
     OnBadImage,
     Out,
     Shard,
+    Together,
     Workers,
     from_toml,
     with_plan,
@@ -30,7 +31,7 @@ from come.bench.cli.options import (
 from come.bench.cli.watch import run_watched, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
-from come.bench.plan import PRESETS, parse_shard, preset, typed
+from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
 from come.bench.record import BYTES
 from come.errors import unknown
 from come.metrics import SCORES
@@ -56,6 +57,7 @@ def bench(
     device: Device = "cpu",
     workers: Workers = None,
     jobs: Jobs = None,
+    streams: Together = "1",
     shard: Shard = None,
     out: Out = None,
     resume: Annotated[
@@ -77,6 +79,7 @@ def bench(
         device=device,
         workers=workers,
         jobs=jobs,
+        together=parse_streams(streams),
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
         streams=[Stream.load(path) for path in stream or ()],
         shard=parse_shard(shard) if shard else (0, 1),

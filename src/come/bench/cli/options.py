@@ -44,6 +44,14 @@ Shard = Annotated[
         show_default=False,
     ),
 ]
+Together = Annotated[
+    str,
+    typer.Option(
+        "--streams",
+        rich_help_panel=WHERE,
+        help="Cells that run at once as streams of one fleet: a number, or [bold]auto[/]; for a GPU.",
+    ),
+]
 OnBadImage = Annotated[
     str, typer.Option(rich_help_panel=WHERE, help="[bold]raise[/] names the file; [bold]skip[/] counts it.")
 ]

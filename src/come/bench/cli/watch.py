@@ -140,6 +140,13 @@ class Watch(Progress):
         """Show what runs now."""
         self.share = self.show(self.one, cell, samples)
 
+    def start_together(self, cells: Sequence[Cell], samples: int) -> None:
+        """Show what runs now, as one."""
+        self.show(self.one, cells[0], samples)
+        name = f"{cells[0].method} + {cells[0].objective}"
+        self.bar.update(self.one, description=f"{name}, {len(cells)} streams"[:40])
+        self.share = sum(map(self._work, cells)) / max(samples, 1)
+
     def advance(self, samples: int) -> None:
         """Move the bars."""
         if self.interrupted:

@@ -54,6 +54,7 @@ def unlike(groups: Iterable[Sequence[Record]]) -> str:
         ("devices", {m.device for m in machines}),
         ("numbers of threads", {str(m.threads) for m in machines}),
         ("numbers of processes", {str(m.jobs) for m in machines}),
+        ("numbers of streams at once", {str(m.streams) for m in machines}),
     ):
         if len(values) > 1:
             return f"they ran on different {name}: {', '.join(sorted(values))}"
@@ -73,7 +74,10 @@ def _load(group: Sequence[Record]) -> float:
 
 def threads(machine: Machine) -> str:
     """How much of the machine a cell was given, in words."""
-    return f"{machine.threads} threads" + (f", {machine.jobs} processes at once" if machine.jobs > 1 else "")
+    processes = f", {machine.jobs} processes at once" if machine.jobs > 1 else ""
+    return f"{machine.threads} threads{processes}" + (
+        f", {machine.streams} streams at once" if machine.streams > 1 else ""
+    )
 
 
 def unit_of_time(found: Mapping[tuple[str, str], Cost]) -> tuple[float, str]:
