@@ -17,7 +17,16 @@ from types import ModuleType
 
 from come import callbacks, methods, objectives, optim, select, theory
 from come.adapter import Adapter, adapt
-from come.errors import ClosedError, CollapseError, ComeError, ConfigError, InputError, ModelError, StateError
+from come.errors import (
+    ClosedError,
+    CollapseError,
+    ComeError,
+    ConfigError,
+    InputError,
+    ModelError,
+    RankError,
+    StateError,
+)
 from come.guard import Event, Guard
 from come.method import Method, Step
 from come.objectives import Objective, Opinion, Softmax
@@ -36,6 +45,7 @@ __all__ = [
     "ModelError",
     "Objective",
     "Opinion",
+    "RankError",
     "Softmax",
     "StateError",
     "Step",
