@@ -576,9 +576,9 @@ def adapt(
             for others that come twice in a row. The first steps then take seconds to a minute. What cannot be compiled or
             captured says so once, and runs as it can.
         channels_last: on a GPU, images and convolutions with the channels innermost: faster for convolutions in bf16.
-        ranks: True: the processes that torchrun has started, or those of a process group that is given, adapt to one stream. Each
-            calls the adapter with samples of its own at the same time, and together they adapt as one process does that is called
-            with all of these. False: each process for itself.
+        ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls
+            the adapter with samples of its own at the same time, and together they adapt as one process does that is called
+            with all of these, in the order of the ranks. False: each process for itself.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
             says which.
 

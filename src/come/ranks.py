@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -326,7 +327,7 @@ class Ranks:
         try:
             exchange()
         except RuntimeError as error:
-            self.lost = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            self.lost = _reason(error)
             raise RankError(
                 f"rank {self.rank} of {self.size} no longer reaches the others ({self.lost}): one has ended, or is later than "
                 "the timeout of init_process_group() allows. The step has not happened; save() works on this rank. Start the "
@@ -451,6 +452,16 @@ def split(rows: int, parts: int) -> list[int]:
 def _number(text: str) -> int:
     """63 bits that are different for different texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _reason(error: Exception) -> str:
+    """What a backend says, without its addresses and advice.
+
+    >>> _reason(RuntimeError("[pair.cc:545] Read error [10.0.0.1]:53440: Connection reset by peer. This is typically ..."))
+    'Connection reset by peer'
+    """
+    known = re.search(r"connection \w+ by peer|timed out[^.;\n]{0,40}", str(error), flags=re.IGNORECASE)
+    return known[0] if known else shown(f"{type(error).__name__}: {str(error).strip()}")
 
 
 def _listed(values: Sequence[int]) -> str:
