@@ -30,6 +30,7 @@ SMALL = {
     "eata": {"redundancy": 0.6, "margin": 0.25, "lr": 3e-3},
     "memo": {"views": 3},
     "rotta": {"capacity": 8, "every": 10},
+    "sar": {"margin": 0.25},
     "t3a": {"supports": 3},
     "tea": {"dreams": 2, "buffer": 20},
     "lame": {"k": 1, "affinity": "rbf"},
@@ -43,7 +44,7 @@ INVALID, SORTED = 2, 3
 """The batch with an invalid sample; and the one whose least certain samples are last, so that the last rank selects none."""
 FAILS_AT = 3
 """The batch in which a rank is lost."""
-TIMEOUT = 5.0
+TIMEOUT = 2.0
 
 
 class Case(NamedTuple):
