@@ -53,7 +53,7 @@ def runs(tmp_path_factory):
         for process in processes:
             process.kill()
             process.wait()
-    found = {file.stem: torch.load(file) for file in sorted(folder.glob("*.pt"))}
+    found = {file.stem: torch.load(file, weights_only=True) for file in sorted(folder.glob("*.pt"))}
     logs = "\n".join(file.read_text()[-2000:] for file in folder.glob("log*"))
     assert {f"equal{rank}" for rank in range(3)} <= found.keys(), logs
     return Runs(
