@@ -355,9 +355,9 @@ class Adapter:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
-            log.log(
-                level, "%s, step %d: %s", self.method.name, event.step, event.message, extra={"come": event._asdict()}
-            )
+            if self.writes:  # on several ranks once
+                words = (self.method.name, event.step, event.message)
+                log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})
             if event.kind == "probabilities":
                 warnings.warn(event.message, stacklevel=4)
             if self.guard is not None and self.guard.on_event is not None:
