@@ -122,7 +122,7 @@ FURTHER = [
         "tent", "come", "layer", 3, exact=True, arguments=(("lr", None),)
     ),  # a rate that depends on the size of the batch
     Case("eata", "come", "layer", 2, exact=True, arguments=(("margin", 0.15),)),  # few: they go through the model again
-    Case("sar", "come", "group", 3, exact=True, arguments=(("margin", 0.15),)),
+    Case("sar", "come", "group", 3, exact=True, arguments=(("margin", 0.3),)),
 ]
 CASES = [*ISSUED, *FURTHER]
 
