@@ -206,13 +206,17 @@ class Adapter:
         if self._ranks is None:
             return checked(Inputs.of(*args, **kwargs)), None
         with self._lock, untracked(), self._together():
-            self._check_open()
             self._follow()
             now = self._now
             state = f"{bits(now.weights)} {'' if now.watch is None else now.watch.decisions}"
-            return self._ranks.batch(
-                lambda: checked(Inputs.of(*args, **kwargs), empty=True), now.count, state, self._device
-            )
+
+            def read() -> Inputs:
+                """What only one rank may refuse is looked for here, so that all ranks hear of it."""
+                self._check_open()
+                self._borrowed.check_unchanged()
+                return checked(Inputs.of(*args, **kwargs), empty=True)
+
+            return self._ranks.batch(read, now.count, state, self._device)
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.noticing()

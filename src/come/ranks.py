@@ -118,14 +118,18 @@ class Ranks:
                 "the ranks exchange gradients themselves; adapt the module in DistributedDataParallel: model.module"
             )
 
-    def agree(self, fixed: dict[str, Any], configuration: str, fingerprint: Callable[[], bytes]) -> None:
+    def agree(
+        self, fixed: dict[str, Any], configuration: str, fingerprint: Callable[[], bytes], device: torch.device
+    ) -> None:
         """Check that all ranks adapt the same model in the same way; what the first has found in source data holds for all.
 
         Args:
             fixed: what `Method.setup` has found; its tensors are replaced by the first rank's.
             configuration: as text.
             fingerprint: of the source model and of `fixed`.
+            device: where the model is.
         """
+        self.device = device
         found = {name: value for name, value in sorted(fixed.items()) if isinstance(value, Tensor)}
         kinds = [(name, tuple(value.shape), value.dtype) for name, value in found.items()]
         self._same(f"{configuration} {kinds}".encode(), "method, hyperparameters, objective, guard or source data")
@@ -152,19 +156,20 @@ class Ranks:
         """
         self.check()
         self.device = device
-        x, problem = None, None
+        x: Inputs | None = None
+        problem: ComeError | None = None
         try:
             x = read()
             tensors = [value for value in x.values() if isinstance(value, Tensor)]
             if len(tensors) > ARGUMENTS:
                 raise InputError(f"on several ranks a batch may hold {ARGUMENTS} tensors, got {len(tensors)}")
-        except InputError as error:
+        except ComeError as error:
             problem, tensors = error, []
         kinds = [
             (tuple(v.shape[1:]), v.dtype) if isinstance(v, Tensor) else type(v)
             for v in ([] if x is None else x.values())
         ]
-        form = f"{kinds} {[] if x is None else sorted(x.kwargs)}"
+        form = f"{kinds} {[] if x is None else list(x.kwargs)}"
         lengths = [len(v) if v.ndim else -1 for v in tensors] + [-1] * (ARGUMENTS - len(tensors))
         header = [
             problem is None,
@@ -217,6 +222,8 @@ class Ranks:
         """
         try:
             yield
+        except dist.DistError as error:  # of an operation on a GPU that was begun before
+            raise self._gone(error) from error
         except BaseException as error:
             if not isinstance(error, ComeError) and not self.lost:
                 self.lost = f"a step failed on rank {self.rank}: {type(error).__name__}"
@@ -327,12 +334,15 @@ class Ranks:
         try:
             exchange()
         except RuntimeError as error:
-            self.lost = _reason(error)
-            raise RankError(
-                f"rank {self.rank} of {self.size} no longer reaches the others ({self.lost}): one has ended, or is later than "
-                "the timeout of init_process_group() allows. The step has not happened; save() works on this rank. Start the "
-                "job again and load() the last snapshot on every rank, see come.callbacks.Snapshots"
-            ) from error
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> RankError:
+        self.lost = _reason(error)
+        return RankError(
+            f"rank {self.rank} of {self.size} no longer reaches the others ({self.lost}): one has ended, or is later than the "
+            "timeout of init_process_group() allows. The step has not happened; save() works on this rank. Start the job "
+            "again and load() the last snapshot on every rank, see come.callbacks.Snapshots"
+        )
 
 
 class NotDivided(Exception):  # noqa: N818 - not an error: the call is made in another way

@@ -144,7 +144,7 @@ def configuration(adapter: Adapter) -> dict[str, Any]:
 def agree(adapter: Adapter, ranks: Ranks) -> None:
     """Raise `ConfigError` unless all ranks adapt the same model in the same way; see `Ranks.agree`."""
     about = json.dumps(configuration(adapter), sort_keys=True)
-    ranks.agree(adapter._core.fixed, about, lambda: fingerprint(adapter))
+    ranks.agree(adapter._core.fixed, about, lambda: fingerprint(adapter), adapter._device)
 
 
 def _described(value: Any) -> Any:

@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
     def parts(self) -> list[tuple[int, ...]]:
         parts = [tuple(size * self.times for size in each) for each in PARTS[self.ranks]]
-        return parts[::2] + parts[-1:] if self.exact and self.times == 1 else parts
+        return parts[1::2] + parts[-1:] if self.exact and self.times == 1 else parts
 
     def batches(self) -> list[Tensor]:
         sizes = [sum(each) for each in self.parts()]
@@ -207,6 +207,9 @@ def refused(rank: int, case: Case) -> dict[str, object]:
     if rank == 1:
         adapter.reset()
     found["other state"] = error_of(lambda: adapter.step(x))
+    if rank == 1:
+        adapter.close()
+    found["closed"] = error_of(lambda: adapter.step(x))
     return {"refused": found, "unchanged": unchanged, "predicted": predicted, "after": after}
 
 
