@@ -24,8 +24,8 @@ def run(code):
 def test_public_names():
     assert come.__all__ == [
         "Adapter", "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Guard", "InputError", "Method",
-        "ModelError", "Objective", "Opinion", "Softmax", "StateError", "Step", "__version__", "adapt", "callbacks", "methods",
-        "objectives", "optim", "select", "theory",
+        "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step", "__version__", "adapt", "callbacks",
+        "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
     assert come.__version__ == version("come-tta")
@@ -67,7 +67,7 @@ LAYERS = [
     ["errors", "files", "locks", "version"],
     ["registry", "inputs", "theory", "select", "optim", "heads", "images", "augment", "metrics"],
     ["objectives", "batchnorm", "corruptions"],
-    ["running", "guard"],
+    ["running", "guard", "ranks"],
     ["borrowed"],
     ["method"],
     ["methods", "saving", "transition"],

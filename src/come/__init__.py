@@ -17,7 +17,16 @@ from types import ModuleType
 
 from come import callbacks, methods, objectives, optim, select, theory
 from come.adapter import Adapter, adapt
-from come.errors import ClosedError, CollapseError, ComeError, ConfigError, InputError, ModelError, StateError
+from come.errors import (
+    ClosedError,
+    CollapseError,
+    ComeError,
+    ConfigError,
+    InputError,
+    ModelError,
+    RankError,
+    StateError,
+)
 from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.method import Method, Step
@@ -38,6 +47,7 @@ __all__ = [
     "ModelError",
     "Objective",
     "Opinion",
+    "RankError",
     "Softmax",
     "StateError",
     "Step",

@@ -12,6 +12,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
@@ -31,12 +32,14 @@ from come.locks import ModelLock
 from come.method import Context, Method, Step, Written, undo, untracked
 from come.objectives import Objective
 from come.optim import Moments
+from come.ranks import Ranks, bits
 from come.running import Mode, Precision
 from come.select import Selector
 from come.transition import After, Before, How, Transition
 from come.trees import changed
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
 log = logging.getLogger("come.guard")
@@ -86,7 +89,16 @@ class Adapter:
     Threads take turns. A step in which anything fails, or that is interrupted, has not happened.
     """
 
-    def __init__(self, model: nn.Module, method: Method, guard: Guard | None = None, mode: Mode | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        guard: Guard | None = None,
+        mode: Mode | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if ranks is not None:
+            ranks.check_model(model, method.name, method.undivided)
         self.method = copy.copy(method)
         """The method and its hyperparameters."""
         self.guard = guard
@@ -96,6 +108,7 @@ class Adapter:
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
+        self._ranks = ranks
         self._fingerprint: tuple[list[Any], bytes] | None = None
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
         with untracked():
@@ -105,6 +118,10 @@ class Adapter:
             self._follow()
             ctx = self._context(self._now, 1)
             self._core.fixed |= self._running(lambda: self.method.setup(ctx))
+            if ranks is not None:
+                with untracked():
+                    saving.agree(self, ranks)
+                self._borrowed.ranks = ranks
         for name in self.method.once:
             if hasattr(self.method, name):
                 setattr(self.method, name, None)
@@ -135,8 +152,8 @@ class Adapter:
 
     def step(self, *args: Any, **kwargs: Any) -> Step:
         """Adapt to a batch and return logits, per-sample losses, which samples were used and which were valid."""
-        x = checked(Inputs.of(*args, **kwargs))
-        with self._lock:
+        x, own = self._batch(args, kwargs)
+        with self._lock, self._together():
             before, written = self._now, list[Written]()
             try:
                 self._core.written = written
@@ -145,6 +162,7 @@ class Adapter:
                 moment, out, events = self._advance(self._now, x)
                 self._now = moment
                 self._tell(events)
+                out = out if own is None else Step(*(None if value is None else value[own] for value in out))  # type: ignore[arg-type]
                 self._call_back(out)
                 return out
             except BaseException:
@@ -154,16 +172,16 @@ class Adapter:
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise an `InputError` if the method cannot use this batch. The model is not called, and nothing changes."""
-        x = checked(Inputs.of(*args, **kwargs))
-        with self._lock:
+        x, _ = self._batch(args, kwargs)
+        with self._lock, self._together():
             self._check_open()
             self.method.check(self._context(self._now, x.size), x, True)
 
     @untracked()
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes."""
-        x = checked(Inputs.of(*args, **kwargs))
-        with self._lock:
+        x, own = self._batch(args, kwargs)
+        with self._lock, self._together():
             self._check_open()
             self._follow()
 
@@ -177,11 +195,32 @@ class Adapter:
                 with torch.no_grad():
                     return self.method.predict(ctx, x).detach()
 
-            return self._running(run)
+            logits = self._running(run)
+            return logits if own is None else logits[own]
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]."""
         return self._objective.uncertainty(logits)
+
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, slice | None]:
+        """The batch, checked; on several ranks that of all of them, and which samples of it came from this one."""
+        if self._ranks is None:
+            return checked(Inputs.of(*args, **kwargs)), None
+        with self._lock, untracked(), self._together():
+            self._follow()
+            now = self._now
+            state = f"{bits(now.weights)} {'' if now.watch is None else now.watch.decisions}"
+
+            def read() -> Inputs:
+                """What only one rank may refuse is looked for here, so that all ranks hear of it."""
+                self._check_open()
+                self._borrowed.check_unchanged()
+                return checked(Inputs.of(*args, **kwargs), empty=True)
+
+            return self._ranks.batch(read, now.count, state, self._device)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.noticing()
 
     # ---- one step, from moment to moment ----
 
@@ -225,7 +264,8 @@ class Adapter:
                 watch = changed(
                     watch, sums=after.sums, asked=total, candidate=now.weights, asking=not asked, waiting=asked
                 )
-            signals = send(watch.steps, size, after.values, asked)
+            values = after.values if self._ranks is None else self._ranks.first(after.values)
+            signals = send(watch.steps, size, values, asked)
             watch = changed(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
         selected = now.selected if after.selected is None else after.selected
         return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected)
@@ -335,9 +375,9 @@ class Adapter:
     def _tell(self, events: list[Event]) -> None:
         for event in events:
             level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
-            log.log(
-                level, "%s, step %d: %s", self.method.name, event.step, event.message, extra={"come": event._asdict()}
-            )
+            if self.writes:  # on several ranks once
+                words = (self.method.name, event.step, event.message)
+                log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})
             if event.kind == "probabilities":
                 warnings.warn(event.message, stacklevel=4)
             if self.guard is not None and self.guard.on_event is not None:
@@ -380,6 +420,11 @@ class Adapter:
     def source_parameters(self) -> dict[str, Tensor]:
         """The same parameters of the source model: copies."""
         return {name: value.clone() for name, value in self._borrowed.named(self._core.source).items()}
+
+    @property
+    def writes(self) -> bool:
+        """Whether `save` writes here: on several ranks only on the first, until one of them is lost."""
+        return self._ranks is None or self._ranks.writes
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; without a guard, the steps only. Looking changes nothing."""
@@ -470,6 +515,7 @@ class Adapter:
         with untracked():
             self._borrow(lambda _: {name: known[name] for name in names}, mode)
         self._core.source, self._core.fixed = source, fixed
+        self._borrowed.ranks = self._ranks
 
     # ---- state ----
 
@@ -486,9 +532,10 @@ class Adapter:
             self._now = saving.restored(self, saved)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the state to a safetensors file, whole or not at all."""
-        with self._lock, untracked():
-            saving.save(self, path)
+        """Write the state to a safetensors file, whole or not at all; on several ranks the first one writes it."""
+        if self.writes:
+            with self._lock, untracked():
+                saving.save(self, path)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
@@ -497,7 +544,7 @@ class Adapter:
     def __repr__(self) -> str:
         """Method, objective, what adapts and at which learning rate."""
         method, kind = self.method, type(self.model).__name__
-        mode = self._borrowed.mode
+        mode = f"{self._borrowed.mode}{self._ranks or ''}"
         if not method.descends:
             return f"{type(method).__name__}({kind}, objective={method.objective!r}{mode})"
         if method.lr is not None:
@@ -524,6 +571,7 @@ def adapt(
     precision: Precision = "float32",
     compile: bool = False,
     channels_last: bool = False,
+    ranks: bool | ProcessGroup = False,
     **hyperparameters: Any,
 ) -> Adapter:
     r"""Put test-time adaptation around a classifier.
@@ -548,6 +596,9 @@ def adapt(
             for others that come twice in a row. The first steps then take seconds to a minute. What cannot be compiled or
             captured says so once, and runs as it can.
         channels_last: on a GPU, images and convolutions with the channels innermost: faster for convolutions in bf16.
+        ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls
+            the adapter with samples of its own at the same time, and together they adapt as one process does that is called
+            with all of these, in the order of the ranks. False: each process for itself.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
             says which.
 
@@ -578,4 +629,4 @@ def adapt(
             hyperparameters["objective"] = objective
         made = methods.make(method, **hyperparameters)
     mode = Mode(precision, compile, channels_last)
-    return Adapter(model, made, Guard() if guard is True else guard or None, mode)
+    return Adapter(model, made, Guard() if guard is True else guard or None, mode, Ranks.of(ranks))

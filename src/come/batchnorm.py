@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Union, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from torch.nn import functional as F
 
 from come.errors import InputError
 from come.inputs import exact
+
+if TYPE_CHECKING:
+    from come.ranks import Part
 
 
 class Layer(NamedTuple):
@@ -29,6 +32,8 @@ class Layer(NamedTuple):
     number: int
     mean: Tensor | None
     var: Tensor | None
+    part: Part | None = None
+    """Where a batch is divided over ranks, this rank's part of it: statistics are of all parts."""
 
 
 StatisticsRule = Literal["batch", "mixed", "source"]
@@ -50,7 +55,7 @@ def normalizing(
         x = exact(inputs[0])
         if isinstance(estimate, mixed):
             return (estimate.normalized(layer, x).to(inputs[0].dtype), *inputs[1:])
-        mean, var = estimate(layer, x)
+        mean, var = estimate(layer, x) if layer.part is None else layer.part.estimated(layer, x, estimate)
         if mean.ndim == 1:
             norm = cast(nn.BatchNorm2d, module)
             norm.running_mean, norm.running_var = mean.to(norm.running_mean), var.to(norm.running_var)
@@ -95,10 +100,18 @@ def batch_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         >>> batch_statistics(layer, torch.tensor([[1.0], [3.0]]))
         (tensor([[2.]]), tensor([[1.]]))
     """
-    if x.numel() == x.shape[1]:
+    if _values(layer, x) == 1:
         return source_statistics(layer, x)
+    if layer.part is not None:
+        mean, var = layer.part.moments(x)
+        return _like(mean, x), _like(var, x)
     var, mean = torch.var_mean(x, dim=_dims(x), correction=0, keepdim=True)
     return mean, var
+
+
+def _values(layer: Layer, x: Tensor, groups: int = 1) -> int:
+    """How many values per channel there are in each of `groups` equal parts of the batch."""
+    return x.numel() // (x.shape[1] * groups) if layer.part is None else layer.part.values(x, groups)
 
 
 def by_group(groups: int, share: Tensor | float = 1.0) -> Estimate:
@@ -112,9 +125,11 @@ def by_group(groups: int, share: Tensor | float = 1.0) -> Estimate:
     """
 
     def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-        parts = torch.unflatten(x, 0, (groups, -1))
-        if parts[0].numel() == x.shape[1]:
+        if _values(layer, x, groups) == 1:
             return source_statistics(layer, x)
+        if layer.part is not None:
+            return _mixed(layer, *layer.part.by_group(x, groups), share)
+        parts = torch.unflatten(x, 0, (groups, -1))
         var, mean = torch.var_mean(parts, dim=[1, *range(3, parts.ndim)], correction=0, keepdim=True)
         each = parts.shape[1]
         mean, var = (value.flatten(0, 1).repeat_interleave(each, dim=0) for value in (mean, var))
@@ -141,6 +156,8 @@ class by_selection:  # noqa: N801 - reads as the value it is: statistics=by_sele
     @torch.no_grad()
     def __call__(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance (C,) for the input (B, C, ...) of a layer."""
+        if layer.part is not None:
+            return _mixed(layer, *layer.part.by_selection(x, self.used | ~self.used.any()), self.share)
         mean, var = _weighted(x.reshape(1, *x.shape[:2], -1), self.used[None])
         return _mixed(layer, mean[0], var[0], self.share)
 
@@ -174,13 +191,13 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
 
     share: Tensor | float
 
-    def affine(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """a and b (C,), for the input (B, C, ...) of a layer; None if the source has no statistics."""
+    def affine(self, layer: Layer, x: Tensor, own: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor] | None:
+        """a and b (C,), for the input (B, C, ...) of a layer whose statistics are `own`; None if the source has none."""
         if layer.mean is None or layer.var is None:
             return None
         eps = layer.module.eps
         with torch.no_grad():
-            own_mean, own_var = _moments(x, eps)
+            own_mean, own_var = own or _moments(x, eps)
             mean, var = _mixed(layer, own_mean, own_var, self.share)
             width = (var + eps).rsqrt()
             return (own_var + eps).sqrt() * width, (own_mean - mean) * width
@@ -188,9 +205,14 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
     def normalized(self, layer: Layer, x: Tensor) -> Tensor:
         """The input (B, C, ...) of a layer, normalized."""
         eps = layer.module.eps
-        if x.numel() == x.shape[1]:
+        if _values(layer, x) == 1:
             mean, var = source_statistics(layer, x)
             return (x - mean) * (var + eps).rsqrt()
+        if layer.part is not None:
+            own = layer.part.moments(x)
+            z = (x - _like(own[0], x)) * _like((own[1] + eps).rsqrt(), x)
+            found = self.affine(layer, x, own)
+            return z if found is None else z * _like(found[0], x) + _like(found[1], x)
         scale, shift = self.affine(layer, x) or (None, None)
         return F.batch_norm(x, None, None, scale, shift, training=True, momentum=0.0, eps=eps)
 
@@ -263,9 +285,13 @@ def following(
     @torch.no_grad()
     def estimate(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         mean, var = old[layer.number]
-        several = x.numel() > x.shape[1]  # one value per channel has a mean, but no variance
-        own_mean = x.mean(dim=_dims(x))
-        own_var = x.var(dim=_dims(x), correction=correction) if several else var
+        values = _values(layer, x)  # one value per channel has a mean, but no variance
+        if layer.part is None:
+            own_mean = x.mean(dim=_dims(x))
+            own_var = x.var(dim=_dims(x), correction=correction) if values > 1 else var
+        else:
+            own_mean, biased = layer.part.moments(x)
+            own_var = biased * (values / (values - correction)) if values > 1 else var
         mean, var = torch.lerp(mean.to(x), own_mean, share), torch.lerp(var.to(x), own_var.to(x), share)
         if new is not None:
             new[layer.number] = (mean, var)

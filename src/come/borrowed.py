@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
 from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
 from come.select import BATCH_NORMS, Selector, is_norm
+
+if TYPE_CHECKING:
+    from come.ranks import Part, Ranks
 
 ALIGNED = 64
 """Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
@@ -89,6 +92,10 @@ class Borrowed:
         """Whether torch may have other tensors in the place of the model's own."""
         self.compiled = False
         """Whether calls use `torch.compile`; set for the length of a step."""
+        self.ranks: Ranks | None = None
+        """The processes that calls of the model are divided over."""
+        self.part: Part | None = None
+        """What this one computes of the call under way, if it is divided."""
         self._built_from: tuple[Any, ...] = ()
         """The model's weights and buffers at the last step."""
 
@@ -171,7 +178,7 @@ class Borrowed:
     def layers(self) -> list[Layer]:
         """The BatchNorm layers with the source's statistics."""
         found = cast("Iterable[nn.BatchNorm2d]", self._norms.values())
-        return [Layer(m, i, m.running_mean, m.running_var) for i, m in enumerate(found)]
+        return [Layer(m, i, m.running_mean, m.running_var, self.part) for i, m in enumerate(found)]
 
     def prepare(self) -> None:
         """For the length of a step: evaluation mode, and no gradients for what does not adapt. `give_back` ends it."""
@@ -269,6 +276,8 @@ class Borrowed:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
         if statistics is None or not self._norms:
             return "source"
+        if self.part is not None:
+            return None
         if isinstance(statistics, mixed):
             return "mixed"
         return "batch" if statistics == "batch" and batch > 1 and not self._synchronized else None
@@ -338,7 +347,8 @@ class Borrowed:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
         if statistics is None or not self._norms:
             return []
-        if statistics == "batch" and batch > 1 and not self._synchronized:
+        by_torch = batch > 1 and not self._synchronized and self.part is None
+        if statistics == "batch" and by_torch:
             for layer in self._norms.values():
                 self._batch_flags(layer)
             return []
@@ -346,7 +356,7 @@ class Borrowed:
         found: list[Place] = []
         for path, known in zip(self._norms, self.layers(), strict=True):
             prefix, layer = f"{path}." if path else "", known.module
-            if isinstance(estimate, mixed) and batch > 1 and layer.affine and not self._synchronized:
+            if isinstance(estimate, mixed) and by_torch and layer.affine:
                 self._batch_flags(layer)
                 weight, bias = (given.get(f"{prefix}{name}", getattr(layer, name)) for name in ("weight", "bias"))
                 # So that they are put back: the hook replaces them.

@@ -50,7 +50,7 @@ class Snapshots:
     def __call__(self, adapter: Adapter, step: Step) -> None:
         """Write one if it is due."""
         self._steps += 1
-        if self._steps % self.every:
+        if self._steps % self.every or not adapter.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         name = adapter.method.name

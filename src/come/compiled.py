@@ -62,7 +62,7 @@ class Steps:
             step.seed(count)
             return step(how, before, x, count)
 
-        if not (step.model.mode.compile and self._works and self._compiles(x)):
+        if not (step.model.mode.compile and self._works and self._divides() and self._compiles(x)):
             return running(compute)
         if not self._captures(before, x):
             return self._compiled(compute, running)
@@ -96,12 +96,20 @@ class Steps:
                 self._say(f"{SHAPES} shapes of batch are compiled; others run as they are: pad batches to few sizes")
         return shape in self._shapes
 
+    def _divides(self) -> bool:
+        """Whether calls that are divided over ranks can be compiled."""
+        if self._step.model.ranks is None or not self._step.on_batch:
+            return True
+        self._say("not compiled, since the ranks exchange statistics of the batch in BatchNorm layers")
+        return False
+
     def _captures(self, before: Before, x: Inputs) -> bool:
         device = self._step.model.device
         if not self._capture or device.type != "cuda" or before.state is None:
             return False
         elsewhere = any(t.device != device for t in leaves((before, x)))
-        if waits := self._step.method.waits or ("part of its memory is on the CPU" if elsewhere else ""):
+        divided = "the ranks exchange logits in it" if self._step.model.ranks is not None else ""
+        if waits := self._step.method.waits or divided or ("part of its memory is on the CPU" if elsewhere else ""):
             self._no_graph(waits)
         return self._capture
 

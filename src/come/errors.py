@@ -42,6 +42,10 @@ class ClosedError(ComeError, RuntimeError):
     """A call of an adapter that was closed."""
 
 
+class RankError(ComeError, RuntimeError):
+    """Another rank has ended or does not answer: one stream cannot go on over these processes."""
+
+
 class CollapseError(ComeError, RuntimeError):
     """The adapted model has collapsed, and the guard was told to raise."""
 

@@ -98,8 +98,11 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4
 
 
-def checked(x: Inputs) -> Inputs:
-    """`x` if a model can be called with it; inference tensors are copied, because autograd cannot save them."""
+def checked(x: Inputs, empty: bool = False) -> Inputs:
+    """`x` if a model can be called with it; inference tensors are copied, because autograd cannot save them.
+
+    `empty`: whether it may hold no sample.
+    """
     for value in x.values():
         if isinstance(value, Tensor) and value.layout != torch.strided:
             raise InputError(f"the input has layout {value.layout}; pass a dense tensor: x.to_dense()")
@@ -116,7 +119,7 @@ def checked(x: Inputs) -> Inputs:
             )
         if only.ndim < 2:
             raise InputError(f"the input must be (B, ...) with at least 2 dimensions, got shape {tuple(only.shape)}")
-    if x.size < 1:
+    if x.size < 1 and not empty:
         raise InputError("the batch is empty; skip it")
     with torch.inference_mode(False):
         return x.map(lambda value: value.clone() if isinstance(value, Tensor) and value.is_inference() else value)

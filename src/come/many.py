@@ -73,6 +73,7 @@ class Many:
     def __init__(self, core: Transition) -> None:
         self.method, self.model, self.generator = core.method, core.model, core.generator
         self.written: list[Any] = []
+        self.on_batch = core.on_batch
         self._core, self._streams = core, list[tuple[int, Method]]()
 
     def begin(self, core: Transition, streams: list[tuple[int, Method]]) -> None:

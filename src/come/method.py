@@ -196,7 +196,10 @@ class Context:
         """
         rule = self.statistics if statistics == "own" else statistics
         with torch.no_grad() if sparing and self.few and self.separate else nullcontext():
-            out = self.model.call(x, self.weights if weights is None else weights, rule, hooks)
+            weights = self.weights if weights is None else weights
+            if self.model.ranks is not None:
+                return self.model.ranks.forward(self.model, x, weights, rule, hooks)
+            out = self.model.call(x, weights, rule, hooks)
         return logits_of(out, x.size if size is None else size)
 
     @property
@@ -229,6 +232,8 @@ class Context:
     def features(self, x: Inputs, **how: Any) -> tuple[Tensor, Tensor]:
         """What goes into the classifier head (B, d), and the logits (B, K); `setup` must have put a `Head` into "head"."""
         head: Head = self.fixed["head"]
+        if self.model.ranks is not None and not how:
+            return self.model.ranks.features(self.model, x, self.weights, self.statistics, head)
         seen: list[tuple[Tensor, Tensor]] = []
 
         def register() -> Any:
@@ -454,6 +459,8 @@ class Method(ABC):
     """Why a step has to wait for the device, if it does; such a step cannot be one CUDA graph."""
     by_stream: ClassVar[tuple[str, ...]] = ()
     """Arguments that may differ between the streams of a `come.Fleet`, beside lr: in `adapt` they are then 0-d tensors."""
+    undivided: ClassVar[str] = ""
+    """Why its batches cannot be divided over ranks, if they cannot."""
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that `setup` uses up; they are not kept."""
 

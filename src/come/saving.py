@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from come.errors import StateError
 from come.files import replacing
 from come.guard.watch import Watch
+from come.ranks import Ranks
 
 if TYPE_CHECKING:
     from come.adapter import Adapter, Moment
@@ -138,6 +139,12 @@ def configuration(adapter: Adapter) -> dict[str, Any]:
     if adapter.guard is not None:
         found["guard"] = {key: value for key, value in asdict(adapter.guard).items() if key != "on_event"}
     return found
+
+
+def agree(adapter: Adapter, ranks: Ranks) -> None:
+    """Raise `ConfigError` unless all ranks adapt the same model in the same way; see `Ranks.agree`."""
+    about = json.dumps(configuration(adapter), sort_keys=True)
+    ranks.agree(adapter._core.fixed, about, lambda: fingerprint(adapter), adapter._device)
 
 
 def _described(value: Any) -> Any:

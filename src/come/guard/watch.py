@@ -115,6 +115,20 @@ class Watch:
         new = Watch.new(guard, self.history.device)
         return changed(new, steps=self.steps, counters=self.counters, pending=past)
 
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """What the host has decided so far."""
+        return (
+            self.asking,
+            self.waiting,
+            self.trusted,
+            self.frozen,
+            self.scale,
+            self.falls,
+            self.windows,
+            self.outside,
+        )
+
     def counted(self, events: list[Event]) -> Watch:
         """With these events counted."""
         if not events:

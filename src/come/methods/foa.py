@@ -87,6 +87,7 @@ class FOA(Method):
     waits = "CMA-ES runs on the CPU"
     cost = "28f"
     descends = False
+    undivided = "it puts prompts into the model for the whole batch, and its search is not of tensors"
     batch_statistics = False
     on_host = ("search.",)
     select: Selector = nothing()

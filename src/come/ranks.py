@@ -1,0 +1,489 @@
+"""One stream over several processes: N ranks with batches of B adapt as one process with a batch of N x B does.
+
+Every rank holds the batches of all ranks, in rank order, and computes the same step. Only calls of the model are divided:
+
+    x (n, ...)  -> this rank's rows -> model -> logits of these rows -> gathered: logits (n, K) on every rank
+
+So what is computed from logits (objective, selection, averages, signals of the guard) and what is drawn (views, masks) is of
+the whole batch and the same on every rank, and a method need not know. In the backward each rank takes its own rows of the
+gradient, and the gradients of the weights are summed over the ranks:
+
+    _Gathered   forward: rows of all ranks          backward: own rows
+    _Summed     forward: the identity               backward: sum over the ranks
+
+The statistics of a BatchNorm layer are those of the rows of all ranks (`Part.moments`), with a gradient through both.
+
+A call of fewer rows than there are ranks is not divided: every rank computes all of it, and the answer of the first one counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from come.batchnorm import Estimate, Layer, Statistics
+from come.errors import ComeError, ConfigError, InputError, RankError, StateError, shown
+from come.heads import Head
+from come.inputs import Inputs, exact, logits_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from come.borrowed import Borrowed
+
+ARGUMENTS = 16
+"""As many arguments a batch may have."""
+
+
+class Ranks:
+    """The processes that share one stream, and what they tell each other.
+
+    Args:
+        group: a process group of `torch.distributed`; None is the default one.
+
+    Example:
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> ranks = Ranks()
+        >>> ranks.rank, ranks.size, ranks.gathered(torch.ones(2, 3), [2]).shape
+        (0, 1, torch.Size([2, 3]))
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "ranks=True needs a process group: start the script with torchrun, and call "
+                "torch.distributed.init_process_group() before come.adapt()"
+            )
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigError(
+                "ranks: this process is not in the given process group; call come.adapt() in its members only"
+            )
+        self.device = torch.device("cpu")
+        """Where the model is."""
+        self.lost = ""
+        """Why the ranks can no longer work together; empty while they can."""
+
+    @classmethod
+    def of(cls, value: Any) -> Ranks | None:
+        """What `ranks=` of `come.adapt` stands for: False, True or a process group; None where there is one process."""
+        if value is False:
+            return None
+        if value is not True and not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+            raise ConfigError(f"ranks must be True, False or a torch.distributed process group, got {shown(value)}")
+        found = cls(None if value is True else value)
+        return found if found.size > 1 else None
+
+    def __str__(self) -> str:
+        """For a repr."""
+        return f", ranks={self.size}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of an adapter is on the same ranks."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """For pickles: in the process that reads it there must be such ranks again."""
+        if self.group is not None:
+            raise ConfigError("an adapter on a process group of its own cannot be pickled; save() its state")
+        return Ranks, ()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes files: the first one does, and when the ranks have lost each other any does."""
+        return self.rank == 0 or bool(self.lost)
+
+    # ---- before a step ----
+
+    def check_model(self, model: nn.Module, method: str, reason: str) -> None:
+        """Refuse what cannot be divided; `reason` is why the method cannot."""
+        if reason:
+            raise ConfigError(
+                f"{method} cannot run on several ranks: {reason}; adapt with ranks=False, or use another method"
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                "the ranks exchange gradients themselves; adapt the module in DistributedDataParallel: model.module"
+            )
+
+    def agree(
+        self, fixed: dict[str, Any], configuration: str, fingerprint: Callable[[], bytes], device: torch.device
+    ) -> None:
+        """Check that all ranks adapt the same model in the same way; what the first has found in source data holds for all.
+
+        Args:
+            fixed: what `Method.setup` has found; its tensors are replaced by the first rank's.
+            configuration: as text.
+            fingerprint: of the source model and of `fixed`.
+            device: where the model is.
+        """
+        self.device = device
+        found = {name: value for name, value in sorted(fixed.items()) if isinstance(value, Tensor)}
+        kinds = [(name, tuple(value.shape), value.dtype) for name, value in found.items()]
+        self._same(f"{configuration} {kinds}".encode(), "method, hyperparameters, objective, guard or source data")
+        fixed |= {name: self.first(value) for name, value in found.items()}
+        self._same(fingerprint(), "model: load the same weights on every rank")
+
+    def _same(self, mine: bytes, what: str) -> None:
+        digest = torch.tensor(list(hashlib.sha256(mine).digest()), dtype=torch.uint8)[None]
+        others = self.gathered(digest, [1] * self.size)
+        different = (others != others[0]).any(dim=1).nonzero().flatten().tolist()
+        if different:
+            raise ConfigError(f"rank {different[0]} and rank 0 do not have the same {what}")
+
+    def batch(self, read: Callable[[], Inputs], count: int, state: str, device: torch.device) -> tuple[Inputs, slice]:
+        """The batch of all ranks, and which rows of it are this rank's.
+
+        All or none of the ranks raise: if one cannot take its batch, or is in another state, no rank takes a step.
+
+        Args:
+            read: gives this rank's batch; it may be empty.
+            count: batches before this one.
+            state: what must be the same on all ranks, as text.
+            device: where the model is.
+        """
+        self.check()
+        self.device = device
+        x: Inputs | None = None
+        problem: ComeError | None = None
+        try:
+            x = read()
+            tensors = [value for value in x.values() if isinstance(value, Tensor)]
+            if len(tensors) > ARGUMENTS:
+                raise InputError(f"on several ranks a batch may hold {ARGUMENTS} tensors, got {len(tensors)}")
+        except ComeError as error:
+            problem, tensors = error, []
+        kinds = [
+            (tuple(v.shape[1:]), v.dtype) if isinstance(v, Tensor) else type(v)
+            for v in ([] if x is None else x.values())
+        ]
+        form = f"{kinds} {[] if x is None else list(x.kwargs)}"
+        lengths = [len(v) if v.ndim else -1 for v in tensors] + [-1] * (ARGUMENTS - len(tensors))
+        header = [
+            problem is None,
+            0 if x is None or problem else x.size,
+            count,
+            _number(state),
+            _number(form),
+            *lengths,
+        ]
+        table = self.gathered(torch.tensor([header], dtype=torch.int64), [1] * self.size).tolist()
+        if problem is not None:
+            raise problem
+        assert x is not None
+        refused = [rank for rank, row in enumerate(table) if not row[0]]
+        if refused:
+            raise InputError(
+                f"rank {refused[0]} cannot take its batch, see its own error; no rank has adapted to this one"
+            )
+        _, sizes, counts, states, forms, *lengths_of = (list(column) for column in zip(*table, strict=True))
+        if len(set(counts)) > 1:
+            raise StateError(
+                f"the ranks have seen {_listed(counts)} batches; load() the same file or reset() on every rank"
+            )
+        if len(set(states)) > 1:
+            raise StateError(
+                "the ranks are in different states, though each has seen as many batches; load() the same file or reset() on "
+                "every rank. If they had the same one, use the same kind of device and the same torch on all"
+            )
+        if len(set(forms)) > 1:
+            raise InputError("the batches of the ranks differ in more than their size: in shape, type or arguments")
+        if not sum(sizes):
+            raise InputError("the batch is empty on every rank; skip it")
+        per_sample = {id(v) for v, lengths in zip(tensors, lengths_of, strict=False) if lengths == sizes and v.ndim}
+        whole = x.map(lambda v: self.gathered(v, sizes) if id(v) in per_sample else v)
+        begin = sum(sizes[: self.rank])
+        return whole, slice(begin, begin + sizes[self.rank])
+
+    def check(self) -> None:
+        """Raise `RankError` if the ranks have lost each other before."""
+        if self.lost:
+            raise RankError(
+                f"the ranks have lost each other ({self.lost}); start the job again and load() the last snapshot on every rank"
+            )
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """For a step. An error that other ranks may not have leaves them waiting: this one must not talk to them again.
+
+        What `come` raises on purpose follows from the batch of all ranks, and all of them raise it.
+        """
+        try:
+            yield
+        except dist.DistError as error:  # of an operation on a GPU that was begun before
+            raise self._gone(error) from error
+        except BaseException as error:
+            if not isinstance(error, ComeError) and not self.lost:
+                self.lost = f"a step failed on rank {self.rank}: {type(error).__name__}"
+            raise
+
+    # ---- calls of the model ----
+
+    def forward(
+        self,
+        model: Borrowed,
+        x: Inputs,
+        weights: Tensor,
+        statistics: Statistics,
+        hooks: Sequence[Callable[[], Any]] = (),
+    ) -> Tensor:
+        """Logits (n, K) of all rows, each computed by one rank.
+
+        Args:
+            model: what is called.
+            x: n rows, the same on all ranks.
+            weights: (P,) of the adapted parameters.
+            statistics: what BatchNorm normalizes by.
+            hooks: must be empty: what they see is of one rank.
+        """
+        if hooks:
+            raise ConfigError("this method looks into the model with hooks of its own, and cannot run on several ranks")
+        logits, counts = self._rows(model, x, weights, statistics, ())
+        return self._of_all(logits, counts)
+
+    def features(
+        self, model: Borrowed, x: Inputs, weights: Tensor, statistics: Statistics, head: Head
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the classifier head (n, d), and logits (n, K), of all rows."""
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def register() -> Any:
+            return head.linear.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], out)))
+
+        logits, counts = self._rows(model, x, weights, statistics, [register])
+        return self._of_all(head.pick(seen, logits), counts), self._of_all(logits, counts)
+
+    def _rows(
+        self, model: Borrowed, x: Inputs, weights: Tensor, statistics: Statistics, hooks: Sequence[Callable[[], Any]]
+    ) -> tuple[Tensor, list[int]]:
+        """Logits of this rank's rows, and how many rows of each rank count."""
+        weights = self._summed(weights)
+        x = x.map(lambda v: self._summed(v) if isinstance(v, Tensor) else v)
+        if x.size >= self.size:
+            part = Part(self, split(x.size, self.size))
+            model.part = part
+            try:
+                some = x.take(part.rows)
+                return logits_of(model.call(some, weights, statistics, hooks), some.size), part.counts
+            except NotDivided:  # on every rank: it is the same code
+                pass
+            finally:
+                model.part = None
+        whole = [x.size] + [0] * (self.size - 1)
+        return logits_of(model.call(x, weights, statistics, hooks), x.size), whole
+
+    def _of_all(self, values: Tensor, counts: list[int]) -> Tensor:
+        found: Tensor = _Gathered.apply(values[: counts[self.rank]], self, counts)
+        return found
+
+    def _summed(self, values: Tensor) -> Tensor:
+        if not (values.requires_grad and torch.is_grad_enabled()):
+            return values
+        found: Tensor = _Summed.apply(values, self)
+        return found
+
+    def shared(self, values: Tensor) -> Tensor:
+        """One tensor of each rank, (...) -> (ranks, ...), for each rank to go on with in its own way: gradients are summed."""
+        return self._summed(self._of_all(values[None], [1] * self.size))
+
+    # ---- what is exchanged ----
+
+    def gathered(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The rows of all ranks in order, (counts[rank], ...) -> (n, ...), bit for bit and without a gradient."""
+        width, kind, device = math.prod(values.shape[1:]), values.dtype, values.device
+        rows = self._here(values.reshape(len(values), width)).view(torch.uint8)
+        mine = rows.new_zeros(max(counts), rows.shape[1])
+        mine[: len(rows)] = rows
+        all_of_them = [torch.empty_like(mine) for _ in counts]
+        self._talk(lambda: dist.all_gather(all_of_them, mine, group=self.group))
+        found = torch.cat([part[:count] for part, count in zip(all_of_them, counts, strict=True)])
+        return found.view(kind).reshape(sum(counts), *values.shape[1:]).to(device)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over the ranks, the same bits on each of them."""
+        total = self._here(exact(values)).clone()
+        self._talk(lambda: dist.all_reduce(total, group=self.group))
+        return total.to(values)
+
+    def first(self, values: Tensor) -> Tensor:
+        """The values of the first rank."""
+        sent = self._here(values.reshape(-1)).clone().view(torch.uint8)
+        source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        self._talk(lambda: dist.broadcast(sent, source, group=self.group))
+        return sent.view(values.dtype).reshape(values.shape).to(values.device)
+
+    def _here(self, values: Tensor) -> Tensor:
+        """The values where the backend can send them from."""
+        backend = dist.get_backend(self.group)
+        device = {"gloo": torch.device("cpu"), "nccl": self.device}.get(backend, values.device)
+        return values.detach().to(device).contiguous()
+
+    def _talk(self, exchange: Callable[[], Any]) -> None:
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> RankError:
+        self.lost = _reason(error)
+        return RankError(
+            f"rank {self.rank} of {self.size} no longer reaches the others ({self.lost}): one has ended, or is later than the "
+            "timeout of init_process_group() allows. The step has not happened; save() works on this rank. Start the job "
+            "again and load() the last snapshot on every rank, see come.callbacks.Snapshots"
+        )
+
+
+class NotDivided(Exception):  # noqa: N818 - not an error: the call is made in another way
+    """A function that estimates BatchNorm statistics from the rows of one rank."""
+
+
+class Part:
+    """The rows of a call that this rank computes.
+
+    Args:
+        ranks: of which this is one.
+        counts: how many rows each rank computes.
+    """
+
+    def __init__(self, ranks: Ranks, counts: list[int]) -> None:
+        self.ranks, self.counts, self.total = ranks, counts, sum(counts)
+        ends = list(accumulate(counts))
+        self.rows = slice(ends[ranks.rank] - counts[ranks.rank], ends[ranks.rank])
+        self.asked = 0
+        """How often it was asked for statistics."""
+
+    def values(self, x: Tensor, groups: int = 1) -> int:
+        """How many values per channel there are in the inputs (B, C, ...) of all ranks, in each of `groups` equal parts."""
+        self.asked += 1
+        return self.total // groups * math.prod(x.shape[2:])
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance (C,) over the inputs (B, C, ...) of a layer on all ranks."""
+        self.asked += 1
+        var, mean = torch.var_mean(exact(x), dim=[0, *range(2, x.ndim)], correction=0)
+        counts = torch.tensor(self.counts, dtype=mean.dtype, device=mean.device)[:, None, None] * math.prod(x.shape[2:])
+        mean, var = self._joined(mean[None], var[None], counts)
+        return mean[0], var[0]
+
+    def by_selection(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of the rows in the mask `chosen` (n,), which is of all ranks."""
+        mean, var = self._of_groups(x, torch.where(chosen, 0, -1), 1)
+        return mean[0], var[0]
+
+    def by_group(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """The same of each of `groups` equal parts of the rows of all ranks, (B, C, 1, ...): for each row those of its part."""
+        group = torch.arange(self.total, device=x.device) // (self.total // groups)
+        each = (value[group[self.rows]] for value in self._of_groups(x, group, groups))
+        mean, var = (value.view(*value.shape, *[1] * (x.ndim - 2)) for value in each)
+        return mean, var
+
+    def estimated(self, layer: Layer, x: Tensor, estimate: Estimate) -> tuple[Tensor, Tensor]:
+        """What an estimate of statistics finds; `NotDivided` if it has looked at the rows of this rank only."""
+        before = self.asked
+        found = estimate(layer, x)
+        if self.asked == before:
+            raise NotDivided
+        return found
+
+    def _of_groups(self, x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance (G, C) of the rows of each group; `group` (n,) is -1 where a row is in none."""
+        self.asked += 1
+        flat = exact(x).flatten(2) if x.ndim > 2 else exact(x)[..., None]
+        member = (group[:, None] == torch.arange(groups, device=group.device)).to(flat)
+        mine = member[self.rows]
+        counts = torch.stack([part.sum(dim=0) for part in torch.split(member, self.counts)])[..., None] * flat.shape[2]
+        own = counts[self.ranks.rank].clamp_min(1)
+        mean = mine.T @ flat.sum(dim=2) / own
+        var = mine.T @ (flat - (mine @ mean)[..., None]).square().sum(dim=2) / own
+        return self._joined(mean, var, counts)
+
+    def _joined(self, mean: Tensor, var: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Moments (G, C) of this rank -> of all, as Chan et al. (1979) put them together; counts (ranks, G, 1)."""
+        means, variances = self.ranks.shared(torch.stack([mean, var])).unbind(dim=1)
+        share = counts / counts.sum(dim=0).clamp_min(1)
+        mean = (share * means).sum(dim=0)
+        return mean, (share * (variances + (means - mean).square())).sum(dim=0)
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks, for what every rank computes alike: its gradient is the same everywhere, each takes its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: Ranks, counts: list[int]) -> Tensor:
+        """(counts[rank], ...) -> (n, ...)."""
+        begin = sum(counts[: ranks.rank])
+        ctx.rows = slice(begin, begin + counts[ranks.rank])
+        return ranks.gathered(values, counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """(n, ...) -> (counts[rank], ...)."""
+        return gradient[ctx.rows], None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The same values, for what every rank uses in its own way: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
+        """The identity."""
+        ctx.ranks = ranks
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The sum over the ranks."""
+        return ctx.ranks.summed(gradient), None
+
+
+def split(rows: int, parts: int) -> list[int]:
+    """How many of `rows` each of `parts` takes: as evenly as possible.
+
+    Example:
+        >>> split(7, 3)
+        [3, 2, 2]
+    """
+    each, more = divmod(rows, parts)
+    return [each + (i < more) for i in range(parts)]
+
+
+def _number(text: str) -> int:
+    """63 bits that are different for different texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _reason(error: Exception) -> str:
+    """What a backend says, without its addresses and advice.
+
+    >>> _reason(RuntimeError("[pair.cc:545] Read error [10.0.0.1]:53440: Connection reset by peer. This is typically ..."))
+    'Connection reset by peer'
+    """
+    known = re.search(r"connection \w+ by peer|timed out[^.;\n]{0,40}", str(error), flags=re.IGNORECASE)
+    return known[0] if known else shown(f"{type(error).__name__}: {str(error).strip()}")
+
+
+def _listed(values: Sequence[int]) -> str:
+    return f"{', '.join(map(str, values[:-1]))} and {values[-1]}"
+
+
+def bits(values: Tensor) -> int:
+    """A number that differs if a bit of the tensor does, but for chance; waits for the device.
+
+    Example:
+        >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])), bits(torch.zeros(1)) == bits(torch.ones(1))
+        (True, False)
+    """
+    whole = torch.int64 if values.dtype == torch.float64 else torch.int32
+    return int(values.detach().contiguous().view(whole).sum())
