@@ -16,10 +16,12 @@ import torch
 from PIL import Image
 
 import come
-from come.bench import Bench, Plan, RunFolder, measure, models, run, runner
+from come.bench import Bench, Plan, RunFolder, cli, measure, models, run, runner
 from come.bench.data import Batch, DatasetSource, Stream
+from come.bench.machine import Jobs
 from come.bench.measure import Table
 from come.bench.plan import QUICK, parse_hyper, typed
+from come.bench.record import Failure
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
 
@@ -395,6 +397,90 @@ def test_a_model_is_given_back_after_an_error(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bench.run(RunFolder(tmp_path), Stops())
     assert all(torch.equal(v, before[k]) for k, v in bench._model.module.state_dict().items())
+
+
+@pytest.fixture
+def fragile(monkeypatch):
+    """A benchmark whose cells on fog fail for as long as the list has anything in it."""
+    ill, measure = ["ill"], Bench.measure
+
+    def fails(self, cell, start, advance):
+        if ill and "fog" in cell.corruptions and cell.method == "tent":
+            raise RuntimeError("no\nluck")
+        return measure(self, cell, start, advance)
+
+    monkeypatch.setattr(Bench, "measure", fails)
+    return ill
+
+
+FRAGILE = Plan(methods=("source", "tent"), objectives=("em",), corruptions=("fog", "snow"), limit=32)
+
+
+def test_a_cell_that_fails_stops_no_other_and_is_tried_again(tmp_path, fragile):
+    class Notes(Progress):
+        def fail(self, failure):
+            told.append(str(failure))
+
+    told = []
+    bench, folder = Bench(FRAGILE), RunFolder(tmp_path)
+    assert len(bench.run(folder, Notes())) == 3
+    assert told == [str(failure) for failure in bench.failed] == ["tent + em, fog, seed 0: RuntimeError: no luck"]
+    assert folder.failures() == RunFolder.existing(tmp_path).failures() == bench.failed
+    with pytest.warns(UserWarning, match="failed: tent [+] em, fog, seed 0: RuntimeError: no luck; run again"):
+        assert len(run(FRAGILE, tmp_path)) == 3
+    fragile.clear()
+    assert len(run(FRAGILE, tmp_path)) == 4
+    assert folder.failures() == []
+
+
+def test_a_cell_that_failed_in_another_process_of_this_run_is_not_run_again(tmp_path, fragile):
+    folder = RunFolder(tmp_path)
+    cell = next(cell for cell in Bench(FRAGILE).cells if cell.method == "tent")
+
+    class Meanwhile(Progress):
+        def start(self, cell_, samples):
+            folder.write_failure(Failure(cell=cell, reason="in another process"))
+
+    fragile.clear()
+    bench = Bench(FRAGILE)
+    assert len(bench.run(folder, Meanwhile())) == 3
+    assert [failure.reason for failure in bench.failed] == ["in another process"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 10_000, '{"cell": {}, "reason": ""}', '{"cell": 1, "more": 2}'])
+def test_a_damaged_failure_counts_as_none(tmp_path, text):
+    folder = RunFolder(tmp_path)
+    folder.failed.mkdir()
+    folder.failure_file("0123456789abcdef").write_text(text)
+    assert folder.failures() == []
+
+
+def test_the_command_says_what_failed_and_its_exit_status_too(tmp_path, fragile, capsys, monkeypatch):
+    command = ["come", "bench", "--methods", "source,tent", "--objectives", "em", "--limit", "32", "--jobs", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--corruptions", "fog,snow", "--out", str(tmp_path)])
+    line = "tent + em, fog, seed 0: RuntimeError: no luck"
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    assert f"1 failed: {line}" in capsys.readouterr().out
+    assert f"Failed: {line}".replace("+", "") in (tmp_path / "report.md").read_text().replace("\\", "").replace("+", "")
+    assert f"Failed: {line}" in (tmp_path / "report.html").read_text().replace("&#43;", "+")
+    monkeypatch.setattr(sys, "argv", ["come", "report", str(tmp_path)])
+    cli.main()
+    assert f"1 failed: {line}" in (said := capsys.readouterr().out)
+    assert "1 not finished: tent + em on fog, seed 0" in said
+    fragile.clear()
+    monkeypatch.setattr(sys, "argv", [*command, "--corruptions", "fog,snow", "--out", str(tmp_path)])
+    cli.main()
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_a_helper_without_memory_leaves_the_cell_to_the_others(tmp_path, monkeypatch):
+    bench, folder = Bench(FRAGILE), RunFolder(tmp_path)
+    monkeypatch.setattr(Bench, "measure", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        bench.help(folder, Progress(), {}, 1, Jobs(2, os.getpid()))
+    assert folder.failures() == []
 
 
 COMMAND = [

@@ -20,7 +20,7 @@ import come
 from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import DatasetSource
 from come.bench.data.store import Kept
-from come.bench.helpers import Helpers, _Teller
+from come.bench.helpers import Helpers, Teller
 from come.bench.runner import Progress, UnderWay, _shared_out, automatic_jobs
 from come.testing import TinyClassifier
 
@@ -186,7 +186,7 @@ def test_what_a_process_says_is_passed_on(tmp_path):
 
 def test_progress_is_told_now_and_then():
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    teller = _Teller(theirs)
+    teller = Teller(theirs.send)
     cell = next(PLAN.cells(96))
     teller.start(cell, 96)
     for _ in range(96):

@@ -199,7 +199,7 @@ def test_missing_numbers_are_empty_in_csv_null_in_json_and_dots_elsewhere(tmp_pa
     write_html(folder, folder.records(), tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text()
     assert '<td class="same">·</td>' in text
-    assert "Not run yet" in text
+    assert "Not finished" in text
     assert "nan" not in Page(text).text.lower()
 
 

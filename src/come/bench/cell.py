@@ -150,6 +150,13 @@ class Cell(Knobs):
         return self.method, self.objective
 
     @property
+    def title(self) -> str:
+        """What tells it from the other cells of a plan, in a line."""
+        shifts = [", ".join(self.corruptions)] if self.corruptions else []
+        outliers = [self.outliers] if self.outliers else []
+        return ", ".join([" + ".join(self.pair), *shifts, *outliers, f"seed {self.seed}"])
+
+    @property
     def samples(self) -> int:
         """About how many samples its streams have, outliers not counted."""
         return self.size * self.rounds * max(1, len(self.corruptions))

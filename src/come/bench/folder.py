@@ -2,6 +2,7 @@
 
 RUN/run.json              format and version of what wrote it
 RUN/cells/KEY.safetensors a finished cell: the rows, and in the header the record and a checksum of both
+RUN/failed/KEY.json       a cell that failed, and why; out of date once the cell is finished
 RUN/locks/KEY.lock        held by the process that is working on the cell; the system frees it when that process dies
 RUN/streams/*.json        the manifests, for whoever wants to replay them
 
@@ -32,7 +33,7 @@ from come.bench.data import Stream
 from come.bench.data.reading import read_regular
 from come.bench.measure import domain_metrics
 from come.bench.paper import rank
-from come.bench.record import BYTES, Record, Rows, decoded, digest
+from come.bench.record import BYTES, Failure, Record, Rows, decoded, digest
 from come.errors import ComeError, StateError, printable
 from come.files import replacing, settle
 from come.version import __version__
@@ -45,6 +46,8 @@ Stamp = tuple[int, int]
 """Of the file of a cell; another one is another file."""
 LARGEST = 2**31
 """Bytes of a cell: 40 million rows."""
+LONGEST_FAILURE = 2**20
+"""Bytes of a failure."""
 
 
 class RunFolder:
@@ -60,7 +63,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
-        self.cells, self.streams, self.locks = (self.path / name for name in ("cells", "streams", "locks"))
+        names = ("cells", "streams", "locks", "failed")
+        self.cells, self.streams, self.locks, self.failed = (self.path / name for name in names)
         if read_only:
             self._check()
             return
@@ -114,7 +118,7 @@ class RunFolder:
                 f"{self.path} was written by come {str(found.get('come'))[:40]}, this is {__version__}: numbers of two "
                 "versions are not mixed; choose another folder with --out"
             )
-        for folder in (self.cells, self.streams, self.locks):
+        for folder in (self.cells, self.streams, self.locks, self.failed):
             if folder.is_symlink():
                 raise StateError(f"{folder} is a symbolic link; a run folder holds its own: choose another with --out")
 
@@ -157,13 +161,31 @@ class RunFolder:
         except StateError:
             return None
 
-    def stamp(self, cell: Cell) -> Stamp | None:
-        """What changes when a cell is written; None if it never was."""
+    def stamp(self, path: Path) -> Stamp | None:
+        """What changes when a file is written anew; None if there is none."""
         try:
-            found = self.file(cell.key).stat()
+            found = path.stat()
         except OSError:
             return None
         return found.st_ino, found.st_mtime_ns
+
+    def failure_file(self, key: str) -> Path:
+        """Where the failure of a cell is."""
+        return self.failed / f"{key}.json"
+
+    def failure(self, key: str) -> Failure | None:
+        """Why a cell failed the last time, or None if it did not (or what is there cannot be read)."""
+        try:
+            found: Any = json.loads(read_regular(self.failure_file(key), LONGEST_FAILURE))
+            failure = Failure(**found)
+        except (OSError, ValueError, TypeError, RecursionError):  # a ConfigError is a ValueError
+            return None
+        return failure if failure.cell.key == key else None
+
+    def failures(self) -> list[Failure]:
+        """The cells that failed and were not finished since."""
+        keys = sorted(path.stem for path in self.failed.glob("[!.]*.json") if not self.file(path.stem).exists())
+        return [failure for key in keys if (failure := self.failure(key)) is not None]
 
     def rows(self, key: str) -> Rows:
         """The rows of a finished cell."""
@@ -192,6 +214,15 @@ class RunFolder:
                 beside.write_bytes(save(rows, {"record": text, "sha256": digest(text, rows)}))
         except OSError as error:
             raise _unwritable(f"cell {record.key} to {self.path}", error) from error
+
+    def write_failure(self, failure: Failure) -> None:
+        """Note that a cell failed."""
+        try:
+            self.failed.mkdir(exist_ok=True)
+            with replacing(self.failure_file(failure.cell.key)) as beside:
+                beside.write_text(json.dumps(failure.model_dump(), sort_keys=True) + "\n")
+        except OSError as error:
+            raise _unwritable(f"the failure of cell {failure.cell.key} to {self.path}", error) from error
 
     def write_stream(self, stream: Stream) -> None:
         """Keep a manifest, once; one that was damaged is written again."""

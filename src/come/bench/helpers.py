@@ -10,9 +10,10 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import connection, get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from come.bench.cell import Cell
 from come.bench.folder import RunFolder, Stamp
 from come.bench.machine import Jobs
-from come.bench.record import Record
+from come.bench.record import Failure, Record
 from come.errors import ComeError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,42 @@ OFTEN = 0.2
 """Seconds between two reports of progress."""
 
 
-class Helpers:
+class Others:
+    """Passes on what other processes say of their cells.
+
+    Args:
+        bench: what they run.
+        under_way: who is told.
+    """
+
+    def __init__(self, bench: Bench, under_way: UnderWay) -> None:
+        self._bench, self._under_way, self._cells = bench, under_way, {cell.key: cell for cell in bench.cells}
+        self._running: dict[Any, Progress] = {}
+
+    def _pass_on(self, who: Any, what: str, *said: Any) -> None:
+        if what in ("start", "advance") and who not in self._running:
+            self._running[who] = self._under_way.progress.beside()
+        if what == "start":
+            self._running[who].start(self._cells[said[0]], said[1])
+        elif what == "advance":
+            self._running[who].advance(said[0])
+        elif what == "finish":
+            cell = self._cells[said[0]]
+            if (record := self._under_way.record(cell)) is not None:
+                self._under_way.finish(cell, record)
+        elif what == "refuse":
+            cell = self._cells[said[0]]
+            self._bench.refused[cell.method] = said[1]
+            self._under_way.refuse(cell, said[1])
+        elif what == "fail":
+            self._under_way.fail(Failure(cell=self._cells[said[0]], reason=said[1]))
+        elif what == "warning":
+            warnings.warn(said[0], stacklevel=2)
+        elif what == "error":
+            raise said[0]
+
+
+class Helpers(Others):
     """Processes beside this one; each goes through all cells and runs those that nobody has run or is running.
 
     Args:
@@ -41,9 +77,8 @@ class Helpers:
     """
 
     def __init__(self, bench: Bench, under_way: UnderWay, count: int, threads: int) -> None:
-        self._bench, self._under_way, self._cells = bench, under_way, {cell.key: cell for cell in bench.cells}
+        super().__init__(bench, under_way)
         self._processes: dict[connection.Connection, Any] = {}
-        self._running: dict[connection.Connection, Progress] = {}
         context, jobs = get_context("spawn"), Jobs(count + 1, os.getpid())
         try:
             for number in range(1, count + 1):
@@ -75,27 +110,11 @@ class Helpers:
             except (EOFError, ConnectionError):
                 self._lost(pipe)
 
-    def _pass_on(self, pipe: connection.Connection, what: str, *said: Any) -> None:
-        if what in ("start", "advance") and pipe not in self._running:
-            self._running[pipe] = self._under_way.progress.beside()
-        if what == "start":
-            self._running[pipe].start(self._cells[said[0]], said[1])
-        elif what == "advance":
-            self._running[pipe].advance(said[0])
-        elif what == "finish":
-            cell = self._cells[said[0]]
-            if (record := self._under_way.record(cell)) is not None:
-                self._under_way.finish(cell, record)
-        elif what == "refuse":
-            cell = self._cells[said[0]]
-            self._bench.refused[cell.method] = said[1]
-            self._under_way.refuse(cell, said[1])
-        elif what == "warning":
-            warnings.warn(said[0], stacklevel=2)
-        elif what == "error":
-            raise said[0]
-        else:  # it has nothing left to do, or has failed in a way that may be its own
-            self._lost(pipe, *said)
+    def _pass_on(self, who: Any, what: str, *said: Any) -> None:
+        if what == "end":  # it has nothing left to do, or has failed in a way that may be its own
+            self._lost(who, *said)
+        else:
+            super()._pass_on(who, what, *said)
 
     def _lost(self, pipe: connection.Connection, why: str | None = None) -> None:
         process = self._processes.pop(pipe)
@@ -133,42 +152,62 @@ def _no_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Teller:
-    """The progress of a helper, told to the first process."""
+class Teller:
+    """The progress of a process that helps, told to the first one.
 
-    def __init__(self, pipe: connection.Connection) -> None:
-        self._pipe, self._samples, self._last = pipe, 0, 0.0
+    Args:
+        send: takes what is said; an OSError means that the first process is gone, and ends this one.
+    """
+
+    def __init__(self, send: Callable[[tuple[Any, ...]], object]) -> None:
+        self._to, self._samples, self._last = send, 0, 0.0
+
+    def _send(self, *said: Any) -> None:
+        try:
+            self._to(said)
+        except OSError:
+            raise SystemExit(1) from None
 
     def start(self, cell: Cell, samples: int) -> None:
+        """A cell begins."""
         self._samples = 0
-        self._pipe.send(("start", cell.key, samples))
+        self._send("start", cell.key, samples)
 
     def advance(self, samples: int) -> None:
+        """Some samples are done; said now and then."""
         self._samples += samples
         if time.monotonic() - self._last > OFTEN:
-            self._tell()
+            self.tell()
 
     def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
+        """A cell is done, and written."""
         if not resumed:
-            self._tell()
-            self._pipe.send(("finish", cell.key))
+            self.tell()
+            self._send("finish", cell.key)
 
     def refuse(self, cell: Cell, reason: str) -> None:
-        self._pipe.send(("refuse", cell.key, reason))
+        """The method cannot be run."""
+        self._send("refuse", cell.key, reason)
+
+    def fail(self, failure: Failure) -> None:
+        """A cell failed."""
+        self._send("fail", failure.cell.key, failure.reason)
 
     def warn(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        self._pipe.send(("warning", str(message)))
+        """In place of `warnings.showwarning`."""
+        self._send("warning", str(message))
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Say how many samples are done since the last time."""
         if self._samples:
-            self._pipe.send(("advance", self._samples))
+            self._send("advance", self._samples)
         self._samples, self._last = 0, time.monotonic()
 
 
 def _help(
     bench: Bench,
     path: str,
-    before: Mapping[str, Stamp],
+    before: Mapping[Path, Stamp],
     number: int,
     jobs: Jobs,
     threads: int,
@@ -177,7 +216,7 @@ def _help(
     """What a helper does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
-    teller = _Teller(pipe)
+    teller = Teller(pipe.send)
     warnings.showwarning = teller.warn
     try:
         bench.help(RunFolder(path), teller, before, number, jobs)  # type: ignore[arg-type]

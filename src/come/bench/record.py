@@ -109,6 +109,23 @@ class Record(Description):
         return json.dumps(self.model_dump(), sort_keys=True)
 
 
+class Failure(Description):
+    """A cell that could not be finished, and why.
+
+    Example:
+        >>> cell = Cell(method="tent", objective="em", corruptions=("fog",), size=100)
+        >>> str(Failure(cell=cell, reason="RuntimeError: out of memory"))
+        'tent + em, fog, seed 0: RuntimeError: out of memory'
+    """
+
+    cell: Cell
+    reason: Text
+
+    def __str__(self) -> str:
+        """On one line."""
+        return f"{self.cell.title}: {self.reason}"
+
+
 def decoded(text: str, rows: Rows) -> Record:
     """The record that `encoded` wrote, if it and the rows are what a report can rely on; else a ValueError that says why."""
     record = Record(**json.loads(text))

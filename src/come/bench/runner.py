@@ -7,7 +7,8 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from come.adapter import Adapter, adapt
 from come.bench import models, settings
 from come.bench.cell import Cell
 from come.bench.data import OnBadImage, Source, Stream, open_source
+from come.bench.data.reading import reason
 from come.bench.data.store import Kept, Resident
 from come.bench.data.streams import OUTLIER
 from come.bench.folder import RunFolder, Stamp, check_space
@@ -27,9 +29,9 @@ from come.bench.helpers import Helpers
 from come.bench.machine import ALONE, Jobs
 from come.bench.measure import UnfitError, run_cell
 from come.bench.plan import Plan
-from come.bench.record import Record
+from come.bench.record import Failure, Record, Rows
 from come.bench.settings import Episode
-from come.errors import ConfigError, InputError, ModelError, require_int
+from come.errors import ComeError, ConfigError, InputError, ModelError, require_int
 from come.guard import Event, Guard
 from come.methods import get as get_method
 
@@ -58,6 +60,9 @@ class Progress:
     def refuse(self, cell: Cell, reason: str) -> None:
         """The method cannot be run on this model or stream; the others can."""
 
+    def fail(self, failure: Failure) -> None:
+        """It failed; the others go on."""
+
     def beside(self) -> Progress:
         """Who is told how cells begin and advance in another process, at the same time."""
         return self
@@ -80,21 +85,31 @@ class UnderWay:
     Args:
         folder: where results go.
         progress: who watches.
-        before: cells that are to be run again, as their files were.
+        before: files of an earlier run that do not count in this one, as they were: earlier failures, and with `fresh`
+            finished cells.
     """
 
-    def __init__(self, folder: RunFolder, progress: Progress, before: Mapping[str, Stamp]) -> None:
+    def __init__(self, folder: RunFolder, progress: Progress, before: Mapping[Path, Stamp]) -> None:
         self.folder, self.progress, self.before = folder, progress, before
         self.done: dict[str, Record] = {}
+        self.failed: list[Failure] = []
         self.settled: set[str] = set()
-        """Keys of the cells that are done, or cannot be."""
+        """Keys of the cells that are done, have failed or cannot be run."""
         self.old: set[str] = set()
         """Keys of those that were done before helpers came."""
         self.helpers: Helpers | None = None
 
     def record(self, cell: Cell) -> Record | None:
         """What was found in a cell that needs not be run."""
-        return None if self.folder.stamp(cell) == self.before.get(cell.key) else self.folder.record(cell)
+        return None if self._old(self.folder.file(cell.key)) else self.folder.record(cell)
+
+    def failure(self, cell: Cell) -> Failure | None:
+        """Why a cell failed in this run, in whichever process."""
+        return None if self._old(self.folder.failure_file(cell.key)) else self.folder.failure(cell.key)
+
+    def _old(self, path: Path) -> bool:
+        """Whether a file is not there, or does not count."""
+        return self.folder.stamp(path) == self.before.get(path)
 
     def advance(self, samples: int) -> None:
         """Some samples were done here."""
@@ -113,6 +128,13 @@ class UnderWay:
         if cell.key not in self.settled:
             self.settled.add(cell.key)
             self.progress.refuse(cell, reason)
+
+    def fail(self, failure: Failure) -> None:
+        """A cell has failed."""
+        if failure.cell.key not in self.settled:
+            self.settled.add(failure.cell.key)
+            self.failed.append(failure)
+            self.progress.fail(failure)
 
     def hear(self) -> None:
         """Take note of what the helpers have done."""
@@ -181,6 +203,9 @@ class Bench:
         self._source_images: Tensor | None = None
         self.refused: dict[str, str] = {}
         """Methods that cannot be run on this model or these streams, and why."""
+        self.failed: list[Failure] = []
+        """Cells that failed in the last run, and why."""
+        self._helps = False
         self._check_domains()
         self._try_methods()
         self.jobs = automatic_jobs(self._model.module, self._device, self.cells) if jobs is None else jobs
@@ -282,7 +307,9 @@ class Bench:
     def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
         """Run what is not done, and return the records of all cells in the plan's order.
 
-        Cells that another process is working on are left to it and waited for at the end.
+        Cells that another process is working on are left to it and waited for at the end. A cell that fails is noted in
+        `failed` and in the folder, stops no other, and is tried again in the next run. Errors that concern all cells are
+        raised: a folder that cannot be written, data that cannot be read.
         """
         progress = progress or Progress()
         waiting = [cell for cell in self.cells if cell.method not in self.refused]
@@ -290,7 +317,9 @@ class Bench:
             if cell.method in self.refused:
                 progress.refuse(cell, self.refused[cell.method])
         check_space(folder.path, waiting)
-        before = {cell.key: stamp for cell in waiting if fresh and (stamp := folder.stamp(cell)) is not None}
+        old = [folder.failure_file(cell.key) for cell in waiting]
+        old += [folder.file(cell.key) for cell in waiting if fresh]
+        before = {path: stamp for path in old if (stamp := folder.stamp(path)) is not None}
         under_way = UnderWay(folder, progress, before)
         count = self.jobs
         if count > 1:
@@ -315,14 +344,16 @@ class Bench:
                 torch.set_num_threads(threads)
             self._jobs = ALONE
             self.release()
-        done = under_way.done
-        if not done and self.refused:
+        done, self.failed = under_way.done, under_way.failed
+        if not done and not self.failed and self.refused:
             raise InputError(next(iter(self.refused.values())))
         return [done[cell.key] for cell in self.cells if cell.key in done]
 
-    def help(self, folder: RunFolder, progress: Progress, before: Mapping[str, Stamp], number: int, jobs: Jobs) -> None:
+    def help(
+        self, folder: RunFolder, progress: Progress, before: Mapping[Path, Stamp], number: int, jobs: Jobs
+    ) -> None:
         """Run what nobody else has run or is running: what `Helpers` ask of a copy of this bench."""
-        self._jobs, self._workers = jobs, self._workers // jobs.count
+        self._jobs, self._workers, self._helps = jobs, self._workers // jobs.count, True
         under_way = UnderWay(folder, progress, before)
         waiting = [cell for cell in self.cells if cell.method not in self.refused]
         for cell in _shared_out(waiting, number, jobs.count):
@@ -343,7 +374,7 @@ class Bench:
             self._made = None
 
     def _try(self, cell: Cell, under_way: UnderWay) -> bool:
-        """Whether a cell needs no further thought: it is done, now or before, or cannot be."""
+        """Whether a cell needs no further thought: it is done, now or before, has failed, or cannot be run."""
         under_way.hear()
         if cell.key in under_way.settled:
             return True
@@ -355,24 +386,55 @@ class Bench:
                     return False
                 record = under_way.record(cell)  # another process may have finished it just now
                 resumed = record is not None
+                if record is None and (failure := under_way.failure(cell)) is not None:
+                    under_way.fail(failure)
+                    return True
                 try:
                     record = record or self._run(cell, under_way)
                 except UnfitError as error:
                     self.refused[cell.method] = str(error)
                     under_way.refuse(cell, str(error))
                     return True
+                except ComeError:  # of the folder or the data: no other cell would fare better
+                    raise
+                except Exception as error:
+                    self.give_up(error)
+                    under_way.folder.write_failure(failure := Failure(cell=cell, reason=in_words(error)))
+                    under_way.fail(failure)
+                    return True
         under_way.finish(cell, record, resumed)
         return True
 
+    def give_up(self, error: Exception) -> None:
+        """Get ready for the next cell after one has failed; raises where this process cannot go on."""
+        self.release()
+        if self._helps and isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+            raise error  # with one process less, the others may have room for the cell
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # after some errors a GPU answers no more
+
     def _run(self, cell: Cell, under_way: UnderWay) -> Record:
-        folder, progress = under_way.folder, under_way.progress
+        for episode in self.episodes(cell):
+            under_way.folder.write_stream(episode.stream)
+        record, rows = self.measure(cell, under_way.progress.start, under_way.advance)
+        under_way.folder.write(record, rows)
+        return record
+
+    def measure(
+        self, cell: Cell, start: Callable[[Cell, int], None], advance: Callable[[int], None]
+    ) -> tuple[Record, Rows]:
+        """Run a cell, here and now, and write nothing.
+
+        Args:
+            cell: which one.
+            start: told how many samples it has.
+            advance: told how many more are done.
+        """
         episodes = self.episodes(cell)
-        for episode in episodes:
-            folder.write_stream(episode.stream)
-        progress.start(cell, sum(len(episode.stream) for episode in episodes))
+        start(cell, sum(len(episode.stream) for episode in episodes))
         made = self._make(cell)
         outliers = next((e.stream.outliers for e in episodes if e.stream.outliers), None)
-        record, rows = run_cell(
+        return run_cell(
             cell,
             made.adapter,
             self._model,
@@ -383,10 +445,8 @@ class Bench:
             outliers=None if outliers is None else self._outliers[outliers],
             events=made.events,
             jobs=self._jobs,
-            on_batch=under_way.advance,
+            on_batch=advance,
         )
-        folder.write(record, rows)
-        return record
 
     def _make(self, cell: Cell) -> _Made:
         """The adapter for a cell: the last one, as it was when it was made, if it fits; EATA's Fisher matrix costs."""
@@ -431,6 +491,15 @@ class Bench:
             self._source_images = found if found.numel() <= FEW else None
         for images in torch.split(found, 64):
             yield self._model.preprocess(images.to(self._device))
+
+
+def in_words(error: BaseException) -> str:
+    """An error in one line, for a record.
+
+    >>> in_words(RuntimeError("out of\\nmemory"))
+    'RuntimeError: out of memory'
+    """
+    return f"{type(error).__name__}: {reason(error)}"
 
 
 def automatic_jobs(model: nn.Module, device: torch.device, cells: Sequence[Cell]) -> int:
@@ -523,6 +592,9 @@ def run(
         >>> records[0].result.samples
         64
     """
-    return Bench(plan, device=device, workers=workers, source=source, model=model, jobs=jobs).run(
-        RunFolder(out), progress
-    )
+    bench = Bench(plan, device=device, workers=workers, source=source, model=model, jobs=jobs)
+    records = bench.run(RunFolder(out), progress)
+    if bench.failed:
+        more = f" ({len(bench.failed)} cells failed; this is the first)" if len(bench.failed) > 1 else ""
+        warnings.warn(f"failed: {bench.failed[0]}{more}; run again to try again", stacklevel=2)
+    return records

@@ -18,7 +18,7 @@ for _module in (bench, reports, reproduce, lists):  # in the order of --help
 
 
 def main() -> None:
-    """Run the command line: one line and exit code 2 for what a user can fix, 130 for Ctrl-C."""
+    """Run the command line: exit code 1 if a cell failed, 2 and one line for what a user can fix, 130 for Ctrl-C."""
     debug = "--debug" in sys.argv
     try:
         with warnings.catch_warnings():  # on one line, without the place in our code
@@ -41,6 +41,8 @@ def main() -> None:
         _fail(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; --debug shows more", 1)
     if code == 130:
         _fail("interrupted; finished cells are kept: run the same command to go on", 130)
+    if code:
+        sys.exit(code)
 
 
 def _fail(message: str, code: int) -> None:

@@ -26,7 +26,7 @@ from come.bench.cli.options import (
     from_toml,
     with_plan,
 )
-from come.bench.cli.watch import run_watched, say_refused, show_results
+from come.bench.cli.watch import run_watched, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
 from come.bench.plan import PRESETS, preset, typed
@@ -65,7 +65,7 @@ def bench(
     """Measure methods and objectives under corruption; resumable, with a table and a report.
 
     Everything is checked before the first cell runs. Run the same command again to go on where it stopped: finished cells are
-    kept.
+    kept. A cell that fails stops no other; the exit status is then 1, and the next run tries it again.
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
@@ -85,8 +85,12 @@ def bench(
         return
     folder = RunFolder(path)
     records = run_watched(console, watched, folder, fresh=not resume)
-    title = f"{plan.model} on {plan.data}, {plan.setting}, severity {plan.severity}, accuracy (%)"
-    show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
+    if records:
+        title = f"{plan.model} on {plan.data}, {plan.setting}, severity {plan.severity}, accuracy (%)"
+        show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
+    say_unfinished(console, [], [str(failure) for failure in watched.failed])
+    if watched.failed:
+        raise typer.Exit(1)
 
 
 def _merged(*layers: Any) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
         row = (cell.key, cell.method, cell.objective, " ".join(cell.corruptions), str(cell.seed), hyper)
         table.add_row(*map(escape, row))
     console.print(table)
-    say_refused(console, bench)
+    say_refused(console, bench.refused)
     check_space(folder, cells)
     plan = bench.plan
     samples = sum(len(episode.stream) for cell in cells for episode in bench.episodes(cell))

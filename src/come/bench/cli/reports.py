@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from come.bench.cli.options import Debug
+from come.bench.cli.watch import say_unfinished
 from come.bench.compare import compare_runs, shown_changes
 from come.bench.folder import RunFolder
 from come.bench.record import Record
@@ -26,6 +27,7 @@ from come.bench.report import (
     write_html,
 )
 from come.bench.report.configurations import several_plans
+from come.bench.report.findings import failed, missing
 from come.bench.statistics import verdicts
 from come.errors import InputError, unknown
 from come.metrics import SCORES
@@ -66,6 +68,7 @@ def report(
     console = Console(highlight=False)
     for part in to_rich(table, console.width):
         console.print(part)
+    say_unfinished(console, list(missing(records)), failed(folder.failures(), records))
     page = out or folder.path / "report.html"
     write_html(folder, records, page, ["come", *sys.argv[1:]], judged)
     console.print(f"[dim]report[/] {escape(str(page))}", soft_wrap=True)

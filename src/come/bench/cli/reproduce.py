@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from come.bench import Bench, Plan, RunFolder, paper
 from come.bench.cli.bench import show_grid
 from come.bench.cli.options import Debug, Device, DryRun, Jobs, OnBadImage, Out, Workers, with_plan
-from come.bench.cli.watch import run_watched, show_results
+from come.bench.cli.watch import run_watched, say_unfinished, show_results
 from come.bench.paper.agreement import Comparison, compare
 from come.bench.paper.experiments import EXPERIMENTS, Experiment, comparable, get
 from come.bench.plan import typed
@@ -53,6 +53,9 @@ def reproduce(
         return
     folder = RunFolder(path)
     records = run_watched(console, bench, folder)
+    say_unfinished(console, [], [str(failure) for failure in bench.failed])
+    if not records:
+        raise typer.Exit(1)
     title = f"{experiment.title}: {plan.model} on {plan.data}"
     found = show_results(console, folder, records, title, ["come", *sys.argv[1:]])
     comparisons = [c for table in experiment.tables for c in compare(paper.get(table), records, found)]
@@ -63,6 +66,8 @@ def reproduce(
     if not experiment.tables:
         for figure in write_figures(folder, records, folder.path / "figures", "pdf"):
             console.print(f"[dim]figure[/] {escape(str(figure))}", soft_wrap=True)
+    if bench.failed:
+        raise typer.Exit(1)
 
 
 def _listing() -> RichTable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -15,22 +15,40 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
+from come.bench.record import Failure
 from come.bench.report import results_table, to_rich, write_html, write_report
 from come.bench.runner import Progress, effort
 from come.bench.statistics import Verdicts, verdicts
 
+LISTED = 8
+"""Cells that a line names."""
+
 
 def run_watched(console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False) -> list[Record]:
-    """Run a plan before the user's eyes, and say first what cannot be run, and why."""
-    say_refused(console, bench)
+    """Run a plan before the user's eyes, and say what cannot be run, and why."""
+    said = dict(bench.refused)
+    say_refused(console, said)
     with Watch(console, bench.cells) as watch, watch.heeding_ctrl_c():
-        return bench.run(folder, watch, fresh=fresh)
+        records = bench.run(folder, watch, fresh=fresh)
+    say_refused(console, {method: why for method, why in bench.refused.items() if method not in said})
+    return records
 
 
-def say_refused(console: Console, bench: Bench) -> None:
+def say_refused(console: Console, refused: Mapping[str, str]) -> None:
     """Which methods are left out, and why."""
-    for method, reason in bench.refused.items():
+    for method, reason in refused.items():
         console.print(f"[bold]{escape(method)} is left out:[/] {escape(reason)}")
+
+
+def say_unfinished(console: Console, unfinished: Sequence[str], failures: Sequence[str]) -> None:
+    """Which cells are missing and which have failed: a line for each kind."""
+    for what, lines in (("not finished", unfinished), ("failed", failures)):
+        if lines:
+            more = f" and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
+            listed = escape("; ".join(lines[:LISTED]))
+            console.print(f"[bold]{len(lines)} {what}:[/] {listed}{more}", soft_wrap=True)
+    if failures:
+        console.print("[dim]the next run of the same 'come bench' command tries failed cells again[/]")
 
 
 def show_results(
@@ -47,7 +65,7 @@ def show_results(
     judged = verdicts(folder, records)
     for part in to_rich(results_table(records, title, verdicts=judged), console.width):
         console.print(part)
-    write_report(records, folder.path / "report.md", command, judged)
+    write_report(records, folder.path / "report.md", command, judged, folder.failures())
     write_html(folder, records, folder.path / "report.html", command, judged)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
     return judged
@@ -137,6 +155,11 @@ class Watch(Progress):
         """Count it as nothing to do."""
         task = self.bar.tasks[0]
         self.bar.update(self.all, total=max(0, (task.total or 0) - self._work(cell)))
+
+    def fail(self, failure: Failure) -> None:
+        """Count it as nothing to do, and say why."""
+        self.refuse(failure.cell, "")
+        self.console.print(f"failed: {failure}", markup=False, soft_wrap=True)
 
     def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
         """Add the result to the table."""

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from come.bench.cell import Knobs
-from come.bench.record import Record
+from come.bench.record import Failure, Record
 from come.errors import InputError
 
 SHARED = (*Knobs.model_fields, "size", "replay")
 """Fields of a cell that all cells of a plan have in common."""
 
 
-def shared(record: Record) -> dict[str, Any]:
+def shared(record: Record | Failure) -> dict[str, Any]:
     """The fields that a table is of, by name."""
     return {name: getattr(record.cell, name) for name in SHARED}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 
 import numpy as np
 
-from come.bench.record import Record
+from come.bench.record import Failure, Record
+from come.bench.report.configurations import shared
 from come.bench.report.reading import Piece
 from come.bench.report.tables import Verdicts, domains_of, entries, names_of, objectives_of
 from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict
@@ -118,6 +119,11 @@ def recoveries(records: Sequence[Record]) -> list[str]:
             seed = f", seed {record.cell.seed}" if several else ""
             found.append(f"{' + '.join(record.cell.pair)} on {where}{seed} (after batch {', '.join(batches)})")
     return found
+
+
+def failed(failures: Iterable[Failure], records: Sequence[Record]) -> list[str]:
+    """Those of the same plan, each in a line."""
+    return [str(failure) for failure in failures if shared(failure) == shared(records[0])]
 
 
 def missing(records: Sequence[Record]) -> Iterator[str]:

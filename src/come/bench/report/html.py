@@ -20,12 +20,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from come.bench import statistics
 from come.bench.folder import RunFolder
-from come.bench.record import Record
+from come.bench.record import Failure, Record
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
-from come.bench.report.findings import NAMES, changes, collapses, extremes, headline, missing, recoveries
+from come.bench.report.findings import NAMES, changes, collapses, extremes, failed, headline, missing, recoveries
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import (
     METRICS,
@@ -98,7 +98,7 @@ def write_html(
             about=f"{about(records)}, {records[0].cell.size} images, batches of {records[0].cell.batch_size}",
             seeds=sorted({r.cell.seed for r in records}),
             score=SCORES.get(records[0].result.score, "the confidence"),
-            finding=_finding(records, judged, found.pieces),
+            finding=_finding(records, judged, found.pieces, folder.failures()),
             accuracy=_table(results_table(records, verdicts=judged)),
             fpr=_table(results_table(records, metric="fpr", verdicts=judged)),
             metrics=_metrics(records),
@@ -110,7 +110,9 @@ def write_html(
     write_text(path, text)
 
 
-def _finding(records: Sequence[Record], judged: Verdicts, pieces: Sequence[Piece]) -> Context:
+def _finding(
+    records: Sequence[Record], judged: Verdicts, pieces: Sequence[Piece], failures: Sequence[Failure]
+) -> Context:
     cards = [
         (f"{method}: {before} → {after}", [(NAMES[v.metric], v) for v in found])
         for (method, before, after), found in changes(records, judged).items()
@@ -123,6 +125,7 @@ def _finding(records: Sequence[Record], judged: Verdicts, pieces: Sequence[Piece
         "collapsed": _listed(collapses(pieces)),
         "undone": _listed(recoveries(records)),
         "missing": _listed(missing(records)),
+        "failed": _listed(failed(failures, records)),
     }
 
 

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from come.bench.record import Record
+from come.bench.record import Failure, Record
 from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
-from come.bench.report.findings import NAMES, changes, headline
+from come.bench.report.findings import NAMES, changes, failed, headline, missing
 from come.bench.report.formats import plain_markdown, to_markdown
 from come.bench.report.tables import Verdicts, results_table
 from come.errors import StateError
@@ -32,7 +32,11 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_report(
-    records: Sequence[Record], path: str | Path, command: Sequence[str] = (), verdicts: Verdicts | None = None
+    records: Sequence[Record],
+    path: str | Path,
+    command: Sequence[str] = (),
+    verdicts: Verdicts | None = None,
+    failures: Sequence[Failure] = (),
 ) -> None:
     """Write a Markdown page with the finding, the table, the cost of each method, and what is needed to make it again.
 
@@ -40,6 +44,7 @@ def write_report(
         records: of one plan.
         command: what made the run, to be shown.
         verdicts: of `come.bench.statistics.verdicts(folder, records)`; without them, nothing is called a difference.
+        failures: of `RunFolder.failures()`; those of this plan are listed.
     """
     records, judged = one_configuration(records), verdicts or {}
     cell, machine = records[0].cell, records[0].machine
@@ -61,6 +66,8 @@ def write_report(
         + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
         "",
         to_markdown(results_table(records, verdicts=judged)),
+        *(f"Not finished: {plain_markdown(text)}.\n" for text in missing(records)),
+        *(f"Failed: {plain_markdown(text)}.\n" for text in failed(failures, records)),
         "## Cost",
         "",
         "| |seconds|waiting for data|peak memory|samples used|",
