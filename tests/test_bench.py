@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from come.bench import Bench, Plan, RunFolder, cli, measure, models, run, runner
 from come.bench.data import Batch, DatasetSource, Stream
 from come.bench.machine import Jobs
 from come.bench.measure import Table
-from come.bench.plan import QUICK, parse_hyper, typed
+from come.bench.plan import QUICK, parse_hyper, parse_shard, typed
 from come.bench.record import Failure
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
@@ -481,6 +482,55 @@ def test_a_helper_without_memory_leaves_the_cell_to_the_others(tmp_path, monkeyp
     with pytest.raises(MemoryError):
         bench.help(folder, Progress(), {}, 1, Jobs(2, os.getpid()))
     assert folder.failures() == []
+
+
+def test_shards_are_disjoint_complete_and_even():
+    plan = Plan(methods=("source", "tent", "sar"), corruptions=("fog", "snow", "contrast"), seeds=(0, 1), limit=32)
+    grid = list(plan.cells(32))
+    for count in (1, 2, 5, 7, len(grid) + 1):
+        shards = [runner._dealt(grid, number, count) for number in range(count)]
+        assert sorted(cell.key for shard in shards for cell in shard) == sorted(cell.key for cell in grid)
+        work = [sum(cell.samples * runner.effort(cell) for cell in shard) for shard in shards]
+        longest = max(cell.samples * runner.effort(cell) for cell in grid)
+        assert max(work) - min(work) <= longest
+
+
+@pytest.mark.parametrize("shard", [(-1, 2), (2, 2), (0, 0)])
+def test_a_shard_that_is_none_is_refused(shard):
+    with pytest.raises(come.ConfigError, match="shard must be"):
+        Bench(SMALL, shard=shard)
+    with pytest.raises(come.ConfigError, match="shard must be I/N with 0 <= I < N"):
+        parse_shard("/".join(map(str, shard)))
+
+
+def test_shards_fill_one_folder_and_say_what_is_missing(tmp_path, monkeypatch, capsys):
+    command = ["come", "bench", "--methods", "source,tent", "--objectives", "em", "--limit", "32", "--jobs", "1"]
+    command += ["--corruptions", "fog,snow", "--out", str(tmp_path / "run"), "--shard"]
+    said = []
+    for number in range(2):
+        monkeypatch.setattr(sys, "argv", [*command, f"{number}/2"])
+        cli.main()
+        said.append(capsys.readouterr().out)
+        assert len(list((tmp_path / "run" / "cells").iterdir())) == 2 + 2 * number
+    assert "2 not finished: source + em, snow, seed 0; tent + em, snow, seed 0" in said[0]
+    assert "not finished" not in said[1]
+    assert "(done before)" not in said[1]
+    assert "snow" in said[1]
+    monkeypatch.setattr(sys, "argv", [*command, "4/5"])  # more shards than cells
+    cli.main()
+    assert numbers(run(FRAGILE, tmp_path / "alone")) == numbers(run(FRAGILE, tmp_path / "run"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_stops_nobody(tmp_path, monkeypatch, number):
+    import fcntl
+
+    def refuses(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    assert len(run(FRAGILE, tmp_path)) == 4
 
 
 COMMAND = [

@@ -46,6 +46,8 @@ Stamp = tuple[int, int]
 """Of the file of a cell; another one is another file."""
 LARGEST = 2**31
 """Bytes of a cell: 40 million rows."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system says that has no locks."""
 LONGEST_FAILURE = 2**20
 """Bytes of a failure."""
 
@@ -238,16 +240,28 @@ class RunFolder:
 
     @contextmanager
     def claim(self, cell: Cell) -> Iterator[bool]:
-        """Whether this process may work on `cell` within the block; another one that lives may hold it."""
+        """Whether this process may work on `cell` within the block; another one that lives may hold it.
+
+        On a file system without locks everyone may: a cell that two processes run is written twice, with the same numbers.
+        """
         path = self.locks / f"{cell.key}.lock"
         lock = FileLock(path)
         try:
-            lock.acquire(blocking=False)
+            with warnings.catch_warnings():
+                # where flock is missing filelock raises, or warns and takes a lock that outlives a killed process
+                warnings.filterwarnings("error", "flock not supported", UserWarning)
+                lock.acquire(blocking=False)
         except Timeout:
             yield False
             return
+        except (NotImplementedError, UserWarning):
+            yield True
+            return
         except OSError as error:
-            raise _unwritable(f"the lock {path}", error) from error
+            if error.errno not in NO_LOCKS:
+                raise _unwritable(f"the lock {path}", error) from error
+            yield True
+            return
         try:
             yield True
         finally:

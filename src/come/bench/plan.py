@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -182,6 +183,23 @@ def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
         else:
             values[name] = _number(str(text)) if kind == "number" else text
     return values
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """`2/8` -> (2, 8): the third of eight parts of a plan.
+
+    Example:
+        >>> parse_shard("2/8")
+        (2, 8)
+        >>> parse_shard("8/8")
+        Traceback (most recent call last):
+        ...
+        come.errors.ConfigError: shard must be I/N with 0 <= I < N, such as 0/8 to 7/8, got '8/8'
+    """
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    number, count = map(int, found.groups()) if found else (0, 0)
+    require(number < count, "shard", text, "I/N with 0 <= I < N, such as 0/8 to 7/8")
+    return number, count
 
 
 def _number(text: str) -> Any:

@@ -31,7 +31,7 @@ from come.bench.measure import UnfitError, run_cell
 from come.bench.plan import Plan
 from come.bench.record import Failure, Record, Rows
 from come.bench.settings import Episode
-from come.errors import ComeError, ConfigError, InputError, ModelError, require_int
+from come.errors import ComeError, ConfigError, InputError, ModelError, require, require_int
 from come.guard import Event, Guard
 from come.methods import get as get_method
 
@@ -162,6 +162,8 @@ class Bench:
         streams: manifests to replay in place of the setting's own streams.
         jobs: processes that run cells at once, see `automatic_jobs` for None. More than one need a main module that can be
             imported, as always in Python where processes are started.
+        shard: (i, n) runs the i-th of n parts of the plan, counted from 0, about as much work each. Processes that run the
+            other parts may use the same folder at the same time, on this machine or on others.
 
     Raises:
         ComeError: the device, the model, its checkpoint, the data, the outliers or the source images cannot be used, they do
@@ -179,8 +181,10 @@ class Bench:
         model: models.Model | None = None,
         streams: Sequence[Stream] = (),
         jobs: int | None = 1,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
         self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
+        require(0 <= shard[0] < shard[1], "shard", shard, "(i, n) with 0 <= i < n")
         here = source is not None or plan.data.startswith("glyphs")
         self._workers = workers if workers is not None else 0 if here else min(4, os.cpu_count() or 1)
         require_int("workers", self._workers, 0)
@@ -198,7 +202,8 @@ class Bench:
         )
         cells = [cell.model_copy(update={"replay": replay}) for cell in plan.cells(len(self._source))]
         replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
-        self.cells = replayed or cells
+        self.planned = self.cells = replayed or cells
+        """`planned` are the cells of the plan, `cells` those of this shard."""
         self._made: _Made | None = None
         self._source_images: Tensor | None = None
         self.refused: dict[str, str] = {}
@@ -208,6 +213,7 @@ class Bench:
         self._helps = False
         self._check_domains()
         self._try_methods()
+        self.cells = _dealt(self.planned, *shard)
         self.jobs = automatic_jobs(self._model.module, self._device, self.cells) if jobs is None else jobs
         require_int("jobs", self.jobs, 1)
         self._jobs = ALONE
@@ -220,7 +226,7 @@ class Bench:
     def _kept(self, source: Source) -> Source:
         """The source with what is decoded kept for later cells; what is in memory is kept once more only for others."""
         size = max((stream.order[p] for stream in self._streams for p in range(len(stream))), default=0) + 1
-        size = max(size, self.cells[0].size if source is self._source else len(source))
+        size = max(size, self.planned[0].size if source is self._source else len(source))
         if not source.at_hand or (self.jobs > 1 and source.holds is None):
             shifts: list[tuple[str | None, int]] = []
             shifts += [(name, severity) for name in self.plan.corruptions or () for severity in self._severities]
@@ -345,7 +351,7 @@ class Bench:
             self._jobs = ALONE
             self.release()
         done, self.failed = under_way.done, under_way.failed
-        if not done and not self.failed and self.refused:
+        if self.cells and not done and not self.failed and self.refused:
             raise InputError(next(iter(self.refused.values())))
         return [done[cell.key] for cell in self.cells if cell.key in done]
 
@@ -527,6 +533,13 @@ def effort(cell: Cell) -> int:
     """
     parts = re.findall(r"(\d+)(?:-\d+)?([fb])", get_method(cell.base).cost)
     return sum(int(count) * {"f": 1, "b": 2}[kind] for count, kind in parts) or 1
+
+
+def _dealt(cells: Sequence[Cell], number: int, count: int) -> list[Cell]:
+    """Part `number` of `count`: all cells, the longest first, are dealt out in turn. It follows from the plan alone."""
+    longest = sorted(cells, key=lambda cell: -cell.samples * effort(cell))
+    mine = {cell.key for cell in longest[number::count]}
+    return [cell for cell in cells if cell.key in mine]
 
 
 def _shared_out(cells: Sequence[Cell], number: int, count: int) -> list[Cell]:

@@ -22,6 +22,7 @@ from come.bench.cli.options import (
     Jobs,
     OnBadImage,
     Out,
+    Shard,
     Workers,
     from_toml,
     with_plan,
@@ -29,7 +30,7 @@ from come.bench.cli.options import (
 from come.bench.cli.watch import run_watched, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
-from come.bench.plan import PRESETS, preset, typed
+from come.bench.plan import PRESETS, parse_shard, preset, typed
 from come.bench.record import BYTES
 from come.errors import unknown
 from come.metrics import SCORES
@@ -55,6 +56,7 @@ def bench(
     device: Device = "cpu",
     workers: Workers = None,
     jobs: Jobs = None,
+    shard: Shard = None,
     out: Out = None,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", rich_help_panel=WHERE, help="Keep finished cells, or run all again.")
@@ -77,6 +79,7 @@ def bench(
         jobs=jobs,
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
         streams=[Stream.load(path) for path in stream or ()],
+        shard=parse_shard(shard) if shard else (0, 1),
     )
     path = out or Path("runs") / plan.slug
     console = Console(highlight=False)
@@ -85,10 +88,14 @@ def bench(
         return
     folder = RunFolder(path)
     records = run_watched(console, watched, folder, fresh=not resume)
+    if shard:  # with what the others have done so far
+        records = [record for cell in watched.planned if (record := folder.record(cell)) is not None]
     if records:
         title = f"{plan.model} on {plan.data}, {plan.setting}, severity {plan.severity}, accuracy (%)"
         show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
-    say_unfinished(console, [], [str(failure) for failure in watched.failed])
+    over = {cell.key for cell in (*watched.cells, *(r.cell for r in records))}
+    missing = [c.title for c in watched.planned if c.key not in over and c.method not in watched.refused]
+    say_unfinished(console, missing, [str(failure) for failure in watched.failed])
     if watched.failed:
         raise typer.Exit(1)
 

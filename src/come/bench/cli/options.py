@@ -35,6 +35,15 @@ Jobs = Annotated[
         show_default=False,
     ),
 ]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=WHERE,
+        metavar="I/N",
+        help="Run part I of N of the cells, counted from 0; the N parts may run at once on one shared folder.",
+        show_default=False,
+    ),
+]
 OnBadImage = Annotated[
     str, typer.Option(rich_help_panel=WHERE, help="[bold]raise[/] names the file; [bold]skip[/] counts it.")
 ]
