@@ -15,15 +15,20 @@ from come.bench import Bench, Plan, RunFolder
 from come.bench.cell import HOW, WHAT
 from come.bench.cli.options import (
     WHERE,
+    Address,
     Config,
+    Cpus,
     Debug,
     Device,
     DryRun,
+    Engine,
+    Gpus,
     Jobs,
     OnBadImage,
     Out,
     Shard,
     Workers,
+    cluster_of,
     from_toml,
     with_plan,
 )
@@ -56,6 +61,10 @@ def bench(
     device: Device = "cpu",
     workers: Workers = None,
     jobs: Jobs = None,
+    engine: Engine = "local",
+    address: Address = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
     shard: Shard = None,
     out: Out = None,
     resume: Annotated[
@@ -80,6 +89,7 @@ def bench(
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
         streams=[Stream.load(path) for path in stream or ()],
         shard=parse_shard(shard) if shard else (0, 1),
+        cluster=cluster_of(engine, address, cpus, gpus),
     )
     path = out or Path("runs") / plan.slug
     console = Console(highlight=False)
