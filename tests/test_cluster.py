@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,14 +13,16 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 import come
 from come.bench import Bench, Plan, RunFolder, cli, models, run
-from come.bench.cluster import Cluster, Workers
+from come.bench.cluster import Cluster, Worker, Workers
 from come.bench.data import DatasetSource
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
@@ -210,14 +213,17 @@ def test_a_cell_that_fails_stops_no_other(tmp_path, ray):
     assert reasons["gaussian_noise"].startswith("its worker died 3 times, the last time: ")
 
 
-def test_data_that_workers_cannot_see(tmp_path, ray):
-    from PIL import Image
-
+def with_images(folder):
+    """A benchmark on images in a folder, for one worker."""
     for k in range(2):
-        (tmp_path / "data" / str(k)).mkdir(parents=True)
-        Image.new("RGB", (16, 16), (60, 100 * k, 9)).save(tmp_path / "data" / str(k) / "0.png")
-    plan = Plan(model="tiny", data=f"folder:{tmp_path / 'data'}", methods=("source",), corruptions=("fog",))
-    bench = Bench(plan, model=tiny(2), jobs=1, cluster=Cluster())
+        (folder / str(k)).mkdir(parents=True)
+        Image.new("RGB", (16, 16), (60, 100 * k, 9)).save(folder / str(k) / "0.png")
+    plan = Plan(model="tiny", data=f"folder:{folder}", methods=("source",), corruptions=("fog", "snow"))
+    return Bench(plan, model=tiny(2), jobs=1, cluster=Cluster())
+
+
+def test_data_that_workers_cannot_see(tmp_path, ray):
+    bench = with_images(tmp_path / "data")
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(
@@ -250,6 +256,19 @@ def test_what_cannot_travel_is_refused_in_words(tmp_path, ray):
 
 
 # --- without Ray --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_decodes_images_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(Cluster, "connect", lambda *_: 1)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which a worker replaces
+    bench, worker = with_images(tmp_path), Worker()
+    assert worker.prepare(pickle.loads(pickle.dumps(bench)), "cpu", 1, 1) == (come.__version__, "")
+    ends = [worker.run(bench.cells[0])]
+    for path in tmp_path.glob("*/*.png"):
+        path.write_bytes(b"")
+    ends.append(worker.run(bench.cells[1]))
+    assert [end[0] for end, _ in ends] == ["done", "done"]
+    assert [words[0] for words in ends[1][1]] == ["start", "advance"]
 
 
 def command(monkeypatch, capsys, *options):
@@ -301,3 +320,8 @@ def test_workers_of_another_version_are_refused():
         come.StateError, match=r"a worker has come 0\.0, this is .*; install one version on all machines"
     ):
         object.__new__(Workers)._ready("0.0", "")
+
+
+def test_ray_is_imported_only_when_it_is_asked_for():
+    for file in Path(come.__file__).parent.rglob("*.py"):
+        assert not any(line.startswith(("import ray", "from ray")) for line in file.read_text().splitlines()), file
