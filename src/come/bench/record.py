@@ -16,6 +16,7 @@ from pydantic import Field, Strict, model_validator
 from torch import Tensor
 
 from come.bench.cell import Cell, Description, Text, Texts
+from come.bench.data.reading import reason
 
 Rows = dict[str, Tensor]
 """One entry per sample in each of `COLUMNS`."""
@@ -122,6 +123,11 @@ class Failure(Description):
 
     cell: Cell
     reason: Text
+
+    @classmethod
+    def of(cls, cell: Cell, error: Exception) -> Failure:
+        """What an error says, on one line."""
+        return cls(cell=cell, reason=f"{type(error).__name__}: {reason(error)}")
 
     def __str__(self) -> str:
         """On one line."""

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from come.adapter import Adapter, adapt
 from come.bench import models, settings
 from come.bench.cell import Cell
+from come.bench.cluster import Cluster, Workers
 from come.bench.data import OnBadImage, Source, Stream, open_source
 from come.bench.data.reading import reason
 from come.bench.data.store import Kept, Resident
@@ -182,6 +184,8 @@ class Bench:
             only; None for as many as keep a GPU busy. The same numbers within rounding. More than one run in this process.
         shard: (i, n) runs the i-th of n parts of the plan, counted from 0, about as much work each. Processes that run the
             other parts may use the same folder at the same time, on this machine or on others.
+        cluster: run cells with Ray, see `come.bench.cluster.Cluster`; `jobs` is then the number of workers, None for as many
+            as there is room for, and the device is theirs.
 
     Raises:
         ComeError: the device, the model, its checkpoint, the data, the outliers or the source images cannot be used, they do
@@ -201,17 +205,25 @@ class Bench:
         jobs: int | None = 1,
         together: int | None = 1,
         shard: tuple[int, int] = (0, 1),
+        cluster: Cluster | None = None,
     ) -> None:
         self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
         require(0 <= shard[0] < shard[1], "shard", shard, "(i, n) with 0 <= i < n")
         here = source is not None or plan.data.startswith("glyphs")
-        self._workers = workers if workers is not None else 0 if here else min(4, os.cpu_count() or 1)
+        cores = os.cpu_count() or 1 if cluster is None else int(cluster.cpus) - 1
+        self._workers = workers if workers is not None else 0 if here else max(0, min(4, cores))
         require_int("workers", self._workers, 0)
         if self._workers > WORKERS:
             raise ConfigError(f"workers must be an integer from 0 to {WORKERS}, got {workers}")
+        self._cluster, self._their_device = cluster, device
+        if cluster is not None:
+            jobs = cluster.connect(device, jobs)
+            device = device if device != "cuda" or torch.cuda.is_available() else "cpu"  # for the checks
         self._device = _device(device)
         self._model = model or models.load(plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization)
         self._model.module.to(self._device)
+        self._clean: Source | None = None
+        """Where source images come from, if a method needs some."""
         self._source = source or self._open(plan.data)
         self._outliers = {spec: self._open(spec) for spec in plan.outliers or ()}
         self._check_data()
@@ -236,6 +248,10 @@ class Bench:
         self._check_domains()
         self._try_methods()
         self.cells = _dealt(self.planned, *shard)
+        if cluster is not None and together != 1:
+            raise ConfigError(
+                f"streams ({together or 'auto'}) cannot be used with a Ray cluster; leave one of them out"
+            )
         self.together = automatic_streams(self._device, plan.batch_size) if together is None else together
         require_int("together", self.together, 1)
         if self.together > 1:
@@ -247,11 +263,33 @@ class Bench:
         self.jobs = automatic_jobs(self._model.module, self._device, self.cells) if jobs is None else jobs
         require_int("jobs", self.jobs, 1)
         self._jobs = ALONE
-        self._source = self._kept(self._source)
-        self._outliers = {spec: self._kept(outliers) for spec, outliers in self._outliers.items()}
+        if cluster is None:
+            self._keep_images()
+        else:
+            self._model.module.to("cpu")
 
     def _open(self, spec: str) -> Source:
         return open_source(spec, self._model.preprocess, self._on_bad_image)
+
+    def _keep_images(self) -> None:
+        self._source = self._kept(self._source)
+        self._outliers = {spec: self._kept(outliers) for spec, outliers in self._outliers.items()}
+
+    def settle(self, device: str, jobs: Jobs) -> None:
+        """Make a copy ready in a worker of a cluster: the model on the device, and the data looked at.
+
+        Raises:
+            InputError: the device or the data cannot be used there.
+        """
+        self._device, self._jobs, self.jobs = _device(device), jobs, 1
+        self._model.module.to(self._device)
+        for source in (self._source, *self._outliers.values()):
+            shift = None if source.holds is None else (self.plan.corruptions or source.holds)[0]
+            if not len(source.load(range(min(8, len(source))), shift, self._severities[0]).labels):
+                raise InputError(f"none of the first images of {source.name} can be read")
+        if self._clean is not None:
+            self._clean.source_images(1)
+        self._keep_images()
 
     def _kept(self, source: Source) -> Source:
         """The source with what is decoded kept for later cells; what is in memory is kept once more only for others."""
@@ -357,6 +395,17 @@ class Bench:
         old += [folder.file(cell.key) for cell in waiting if fresh]
         before = {path: stamp for path in old if (stamp := folder.stamp(path)) is not None}
         under_way = UnderWay(folder, progress, before)
+        if self._cluster is None:
+            self._run_here(waiting, under_way)
+        else:
+            self._run_on(self._cluster, waiting, under_way)
+        done, self.failed = under_way.done, under_way.failed
+        if self.cells and not done and not self.failed and self.refused:
+            raise InputError(next(iter(self.refused.values())))
+        return [done[cell.key] for cell in self.cells if cell.key in done]
+
+    def _run_here(self, waiting: list[Cell], under_way: UnderWay) -> None:
+        """In this process, and in others of this machine."""
         count = self.jobs
         if count > 1:
             under_way.old = {cell.key for cell in waiting if under_way.record(cell) is not None}
@@ -381,10 +430,17 @@ class Bench:
                 torch.set_num_threads(threads)
             self._jobs = ALONE
             self.release()
-        done, self.failed = under_way.done, under_way.failed
-        if self.cells and not done and not self.failed and self.refused:
-            raise InputError(next(iter(self.refused.values())))
-        return [done[cell.key] for cell in self.cells if cell.key in done]
+
+    def _run_on(self, cluster: Cluster, waiting: list[Cell], under_way: UnderWay) -> None:
+        """In workers of a cluster."""
+        for cell in waiting:
+            if (record := under_way.record(cell)) is not None:
+                under_way.finish(cell, record, resumed=True)
+        left = [cell for cell in waiting if cell.key not in under_way.settled]
+        count = min(self.jobs, len(left))
+        if count:
+            with Workers(cluster, self, under_way, count, self._their_device) as workers:
+                workers.run([_shared_out(left, number, count) for number in range(count)])
 
     def help(
         self, folder: RunFolder, progress: Progress, before: Mapping[Path, Stamp], number: int, jobs: Jobs
@@ -397,12 +453,16 @@ class Bench:
             self._try(cell, under_way)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process: the model by value, or its tensors would be moved to shared memory, under the user's hands."""
-        return vars(self) | {"_made": None, "_fleet": None, "_source_images": None, "_model": pickle.dumps(self._model)}
+        """For another process: a helper gets the model by value, or its tensors would be moved to shared memory, under the
+        user's hands. Ray pickles by value itself, and classes of the main module too.
+        """
+        model = self._model if get_spawning_popen() is None else pickle.dumps(self._model)
+        return vars(self) | {"_made": None, "_fleet": None, "_source_images": None, "_model": model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._model = pickle.loads(state["_model"])
+        if isinstance(state["_model"], bytes):
+            self._model = pickle.loads(state["_model"])
 
     def release(self) -> None:
         """Close the adapter."""
@@ -439,7 +499,7 @@ class Bench:
                     raise
                 except Exception as error:
                     self.give_up(error)
-                    under_way.folder.write_failure(failure := Failure(cell=cell, reason=in_words(error)))
+                    under_way.folder.write_failure(failure := Failure.of(cell, error))
                     under_way.fail(failure)
                     return True
         under_way.finish(cell, record, resumed)
@@ -609,6 +669,7 @@ class Bench:
     def _source_batches(self) -> Iterable[Tensor]:
         found = self._source_images
         if found is None:
+            assert self._clean is not None
             found = self._clean.source_images(self.plan.source_size)
             self._source_images = found if found.numel() <= FEW else None
         for images in torch.split(found, 64):
@@ -701,6 +762,7 @@ def run(
     model: models.Model | None = None,
     progress: Progress | None = None,
     jobs: int | None = 1,
+    cluster: Cluster | None = None,
 ) -> list[Record]:
     """Run a plan from Python and return its records.
 
@@ -713,6 +775,7 @@ def run(
         model: your own model, `come.bench.models.Model(name, module, preprocess, num_classes)`.
         progress: who watches.
         jobs: processes that run cells at once; None chooses, see `automatic_jobs`.
+        cluster: run cells with Ray, in `jobs` workers.
 
     Example:
         >>> import tempfile
@@ -721,7 +784,7 @@ def run(
         >>> records[0].result.samples
         64
     """
-    bench = Bench(plan, device=device, workers=workers, source=source, model=model, jobs=jobs)
+    bench = Bench(plan, device=device, workers=workers, source=source, model=model, jobs=jobs, cluster=cluster)
     records = bench.run(RunFolder(out), progress)
     if bench.failed:
         more = f" ({len(bench.failed)} cells failed; this is the first)" if len(bench.failed) > 1 else ""

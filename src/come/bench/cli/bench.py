@@ -15,16 +15,21 @@ from come.bench import Bench, Plan, RunFolder
 from come.bench.cell import HOW, WHAT
 from come.bench.cli.options import (
     WHERE,
+    Address,
     Config,
+    Cpus,
     Debug,
     Device,
     DryRun,
+    Engine,
+    Gpus,
     Jobs,
     OnBadImage,
     Out,
     Shard,
     Together,
     Workers,
+    cluster_of,
     from_toml,
     with_plan,
 )
@@ -58,6 +63,10 @@ def bench(
     workers: Workers = None,
     jobs: Jobs = None,
     streams: Together = "1",
+    engine: Engine = "local",
+    address: Address = None,
+    cpus: Cpus = None,
+    gpus: Gpus = None,
     shard: Shard = None,
     out: Out = None,
     resume: Annotated[
@@ -83,6 +92,7 @@ def bench(
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
         streams=[Stream.load(path) for path in stream or ()],
         shard=parse_shard(shard) if shard else (0, 1),
+        cluster=cluster_of(engine, address, cpus, gpus),
     )
     path = out or Path("runs") / plan.slug
     console = Console(highlight=False)

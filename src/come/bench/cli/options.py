@@ -12,9 +12,10 @@ import typer
 from rich.markup import escape
 
 from come.bench.cell import shape, spelled
+from come.bench.cluster import Cluster
 from come.bench.data.reading import read_regular
 from come.bench.plan import Plan, named
-from come.errors import InputError
+from come.errors import ConfigError, InputError, unknown
 
 WHERE = "Where to run it"
 MAX_CONFIG = 2**20
@@ -32,6 +33,36 @@ Jobs = Annotated[
     typer.Option(
         rich_help_panel=WHERE,
         help="Processes that run cells at once. \\[for small models one per core, else 1]",
+        show_default=False,
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=WHERE,
+        help="[bold]local[/]: processes of this machine; [bold]ray[/]: workers of a Ray cluster, --jobs of them (as many as "
+        "there is room for, if not given).",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        rich_help_panel=WHERE,
+        metavar="HOST:PORT",
+        help="With ray: the cluster; [bold]auto[/] for the one started here. \\[RAY_ADDRESS, else this machine alone]",
+        show_default=False,
+    ),
+]
+Cpus = Annotated[
+    float | None,
+    typer.Option(rich_help_panel=WHERE, metavar="N", help="With ray: CPUs of each worker. \\[1]", show_default=False),
+]
+Gpus = Annotated[
+    float | None,
+    typer.Option(
+        rich_help_panel=WHERE,
+        metavar="N",
+        help="With ray: GPUs of each worker, such as 0.5. \\[1 with --device cuda]",
         show_default=False,
     ),
 ]
@@ -64,6 +95,23 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", rich_help_panel=WHERE, help="Check everything, show the grid, and stop.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=WHERE, help="Show tracebacks.")]
+
+
+def cluster_of(engine: str, address: str | None, cpus: float | None, gpus: float | None) -> Cluster | None:
+    """What these options ask for; None is this machine without Ray.
+
+    >>> cluster_of("local", None, None, None)
+    >>> cluster_of("ray", None, 2, None)
+    Cluster(address=None, cpus=2, gpus=None)
+    """
+    if engine not in (known := ("local", "ray")):
+        raise unknown("engine", engine, known)
+    if engine == "ray":
+        return Cluster(address, 1 if cpus is None else cpus, gpus)
+    for name, value in (("address", address), ("cpus", cpus), ("gpus", gpus)):
+        if value is not None:
+            raise ConfigError(f"{name} has no effect without --engine ray; leave it out, or give --engine ray")
+    return None
 
 
 def with_plan(command: Callable[..., None]) -> Callable[..., None]:
