@@ -153,15 +153,16 @@ class Watch:
         """
         watch, events, collapse = self, [], None
         while watch.pending and watch.pending[0].step <= watch.steps - LAG:
-            sent = watch.pending[0]
-            watch = changed(watch, pending=watch.pending[1:])
+            sent, *left = watch.pending
             if sent.arrived is not None:
                 sent.arrived.synchronize()
             ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
             events += _reports(sent, ok, invalid, unanswered, probabilities, self.counters)
             if sent.past:
+                watch = changed(watch, pending=tuple(left))
                 continue
-            watch, seen = watch._judged(guard, sent, tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered)
+            signals, valid = tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered
+            watch, seen = watch._judged(guard, sent, signals, valid, tuple(left))
             events += seen
             if unanswered and not (watch.asking or watch.waiting or watch.frozen):
                 watch = watch.asking_again()
@@ -171,18 +172,19 @@ class Watch:
                 collapse = collapse or found
         return watch.counted(events), events, collapse
 
-    def _judged(self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float) -> tuple[Watch, list[Event]]:
-        """Gather signals until they make a window, and compare it with the bands."""
-        watch = changed(self, latest=signals)
-        if not valid > 0 or not all(map(math.isfinite, signals)):
-            return watch, []
-        row = tuple(a + valid * b for a, b in zip(watch.row, signals, strict=True))
-        watch = changed(watch, row=row, row_size=watch.row_size + sent.batch, row_valid=watch.row_valid + valid)
-        if watch.row_size < WINDOW:
-            return watch, []
-        row = tuple(value / watch.row_valid for value in row)
-        zero = (0.0,) * len(SIGNALS)
-        watch = changed(watch, row=zero, row_size=0, row_valid=0.0, windows=watch.windows + 1)
+    def _judged(
+        self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float, left: tuple[Sent, ...]
+    ) -> tuple[Watch, list[Event]]:
+        """Gather signals until they make a window, and compare it with the bands; `left` are still on their way."""
+        if not (valid > 0 and math.isfinite(sum(signals))):
+            return changed(self, pending=left, latest=signals), []
+        row = tuple([a + valid * b for a, b in zip(self.row, signals, strict=True)])
+        size, total = self.row_size + sent.batch, self.row_valid + valid
+        if size < WINDOW:
+            return changed(self, pending=left, latest=signals, row=row, row_size=size, row_valid=total), []
+        row = tuple(value / total for value in row)
+        empty = {"row": (0.0,) * len(SIGNALS), "row_size": 0, "row_valid": 0.0}
+        watch = changed(self, pending=left, latest=signals, windows=self.windows + 1, **empty)
         if watch.asking or watch.waiting or watch.frozen:
             return watch, []
         events, due = [], watch.windows in CHECKS or watch.windows % 100 == 0
