@@ -25,6 +25,7 @@ from speed import LR, build, machine, write_pictures
 from torch import Tensor, nn
 
 import come
+from come.corruptions import names as corruptions
 from come.files import replacing
 
 
@@ -87,7 +88,8 @@ def fleet(lab: Lab, model: nn.Module, side: int, streams: int, each: int, compil
     x, ids = lab.images(streams * each, side), names(streams, each)
     before = torch.cuda.memory_allocated() if lab.device.type == "cuda" else 0
     made = come.Fleet(model, "tent", streams=streams, lr=LR, compile=compile and not lab.tiny, **lab.mode)
-    found = lab.steady(lambda: made(x, ids), warm=12, repeats=3 if lab.tiny else 10)
+    warm = 40 if compile else 20  # with the first question to the source
+    found = lab.steady(lambda: made(x, ids), warm=4 if lab.tiny else warm, repeats=3 if lab.tiny else 20)
     if lab.device.type == "cuda":
         size = 4 * sum(p.numel() for p in made.adapted_parameters("0").values())
         more["memory"] = (torch.cuda.memory_allocated() - before) / streams / size
@@ -120,7 +122,7 @@ def one(lab: Lab, model: nn.Module, side: int, samples: int, compile: bool) -> f
     lab.free()
     x = lab.images(samples, side)
     with come.adapt(model, "tent", lr=LR, compile=compile and not lab.tiny, **lab.mode) as adapter:
-        found = lab.steady(lambda: adapter(x), warm=16, repeats=3 if lab.tiny else 10)
+        found = lab.steady(lambda: adapter(x), warm=4 if lab.tiny else 20, repeats=3 if lab.tiny else 20)
     lab.add(f"adapter, one stream of {samples}{', compiled' if compile else ''}", found, samples)
     return found
 
@@ -140,7 +142,7 @@ def grid(lab: Lab, model: nn.Module) -> None:
         plan = Plan(
             methods=("tent", "sar:margin=10"),
             objectives=("come",),
-            corruptions=("fog", "contrast") if lab.tiny else None,
+            corruptions=("fog", "contrast") if lab.tiny else tuple(corruptions("standard")),
             batch_size=16 if lab.tiny else 64,
             data=f"folder:{folder}/data",
             **lab.mode,

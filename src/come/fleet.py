@@ -159,7 +159,7 @@ class Fleet:
                 "these with select=come.select.norm_affine(), or use one adapter for each stream"
             )
         self._many = Many(self._one._core)
-        self._steps = Steps(self._many)
+        self._steps = self._one._steps = Steps(self._many)  # the adapter forgets them when the model was moved
         self._resident = resident
         self._streams: OrderedDict[str, _Stream] = OrderedDict()
         """Least recently used first."""
@@ -632,7 +632,7 @@ class Fleet:
         """After the user has moved or cast the model, bring all resident streams along."""
         one = self._one
         before = one._now.weights
-        if not one._borrowed.fresh():
+        if one._borrowed.mode.plain and not one._borrowed.fresh():
             self._steps.forget()
         one._follow()
         if one._now.weights is before:
