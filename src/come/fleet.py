@@ -8,6 +8,7 @@ same number of samples, and about which the host has decided the same, go throug
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import re
@@ -341,7 +342,7 @@ class Fleet:
         if self._proven or not self._one._borrowed.parameters:
             return
         borrowed, source = self._one._borrowed, self._one._core.source
-        pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device))
+        pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device)).map(_usable)
         stack = Stack(borrowed)
         with torch.no_grad():
             draw = torch.Generator(source.device).manual_seed(0)
@@ -491,7 +492,7 @@ class Fleet:
             folder = Path(path)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                files = {one: f"{quote(one, safe='')}.safetensors" for one in self._streams}
+                files = {one: file_name(one) for one in self._streams}
                 for one, file in files.items():
                     self._write(one, folder / file)
                 index = {"format": FORMAT, "streams": {one: self._streams[one].own for one in files}}
@@ -518,7 +519,7 @@ class Fleet:
                 found = {}
                 for one, own in _index_of(Path(path)).items():
                     stream = self._new(own)
-                    file = Path(path) / f"{quote(one, safe='')}.safetensors"
+                    file = Path(path) / file_name(one)
                     found[one] = replace(stream, moment=self._read(stream, file))
             for one, stream in found.items():
                 self._streams[one] = stream
@@ -625,7 +626,7 @@ class Fleet:
         return self._folder is None and stream.moment is not None and stream.moment.weights.device != self._one._device
 
     def _file(self, name: str) -> Path | None:
-        return None if self._folder is None else self._folder / f"{quote(name, safe='')}.safetensors"
+        return None if self._folder is None else self._folder / file_name(name)
 
     def _follow(self) -> None:
         """After the user has moved or cast the model, bring all resident streams along."""
@@ -690,6 +691,21 @@ def _name(name: Any) -> str:
             f"the name of a stream must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"
         )
     return name
+
+
+def file_name(name: str) -> str:
+    """The file of a stream in a folder: readable, unless that is longer than file systems take."""
+    plain = quote(name, safe="")
+    if len(plain) > 200:
+        plain = f"{plain[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
+    return f"{plain}.safetensors"
+
+
+def _usable(value: Any) -> Any:
+    """With 0 for what no model can answer."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return torch.where(value.abs() <= 1e6, value, 0)
 
 
 def _free(device: torch.device) -> int | None:
