@@ -32,3 +32,20 @@ def test_the_longest_names_can_be_evicted_and_saved(name, tmp_path):
     again = come.Fleet(model)
     again.load(tmp_path / "all")
     assert torch.equal(again.predict(x, name), fleet.predict(x, name))
+
+
+def test_a_stream_on_disk_can_be_looked_at(tmp_path):
+    """Its parameters were those of the source model, its state empty, and count() failed."""
+    model = TinyClassifier(NORMS["group"])
+    fleet = come.Fleet(model, "eata", streams=["a", "b"], resident=1, folder=tmp_path, lr=0.1, beta=0)
+    alone = come.Fleet(model, "eata", streams=["a"], lr=0.1, beta=0)
+    x = batches(1, size=4)[0]
+    for one in (fleet, alone):
+        one.step(x, "a")
+    for look in (come.Fleet.adapted_parameters, come.Fleet.state):
+        fleet.step(x, "b")  # puts "a" on disk
+        found, expected = look(fleet, "a"), look(alone, "a")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    fleet.step(x, "b")
+    assert fleet.count("a") == 1

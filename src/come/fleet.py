@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from come import saving
-from come.adapter import Moment, adapt
+from come.adapter import Adapter, Moment, adapt
 from come.borrowed import Borrowed
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
 from come.files import replacing
@@ -463,18 +463,27 @@ class Fleet:
 
     def count(self, name: Name) -> int:
         """Batches that a stream has adapted to since it was opened or reset."""
-        return self._moment(self._known(name)).count
+        with self._looking_at(name) as one:
+            return one.count
 
     def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
         """The adapted parameters of a stream by name: copies."""
-        with self._one._lock, self._as(self._streams[self._known(name)]):
-            self._load_back(self._known(name))
-            return self._one.adapted_parameters
+        with self._looking_at(name) as one:
+            return one.adapted_parameters
 
     def state(self, name: Name) -> dict[str, Tensor]:
         """What the method remembers of a stream: copies."""
-        with self._one._lock, self._as(self._streams[self._known(name)]):
-            return self._one.state
+        with self._looking_at(name) as one:
+            return one.state
+
+    @contextmanager
+    def _looking_at(self, name: Name) -> Iterator[Adapter]:
+        """The adapter as that of one stream, which is brought to the device first."""
+        with self._one._lock, untracked():
+            name = self._known(name)
+            self._fetch([name])
+            with self._as(self._streams[name]):
+                yield self._one
 
     def __repr__(self) -> str:
         """The adapter, and how many streams."""
