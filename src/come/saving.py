@@ -187,7 +187,7 @@ def note_of(path: str | os.PathLike[str]) -> str:
     """The note in a file that `put` wrote; empty if there is none."""
     try:
         with safe_open(str(path), framework="pt") as file:
-            return (file.metadata() or {}).get("note", "")
+            return str((file.metadata() or {}).get("note", ""))
     except (OSError, SafetensorError) as error:
         raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
 
