@@ -202,7 +202,7 @@ class Service:
         x = torch.rand(2, *self.shape, generator=torch.Generator().manual_seed(0))
         try:
             self._source((x * 255).to(torch.uint8) if self.dtype == "uint8" else x)
-        except ComeError:
+        except ConfigError:
             raise
         except Exception as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,246 @@
+"""Load test of `come serve` on the loopback: latency by mode of adaptation, and what a kill loses.
+
+    python benchmarks/serve.py [--ray]
+
+A few hundred tenants of the embedded ViT. Requests arrive at random (a Poisson process) at a fixed rate, whatever the server
+does; so a server that falls behind shows it. Servers run one after the other on the same machine, and every mode is compared
+with "never" of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from come import saving
+from come.bench.data import opening
+from come.serve.states import key_of, part_of
+
+SIDE = 32
+
+
+def images(count: int) -> list[bytes]:
+    loaded = opening.open_source("glyphs").load(range(count))
+    return [image.numpy().tobytes() for image in loaded.images]
+
+
+class Client:
+    """HTTP/1.1 with a few kept connections: the load must cost less than the server."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.free = port, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
+
+    async def ask(self, method: str, path: str, body: bytes = b"", head: str = "") -> tuple[int, bytes]:
+        reader, writer = self.free.pop() if self.free else await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            text = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(body)}\r\n\r\n"
+            writer.write(text.encode() + body)
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+            length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length"))
+            found = int(lines[0].split()[1]), await reader.readexactly(length)
+        except BaseException:
+            writer.close()
+            raise
+        self.free.append((reader, writer))
+        return found
+
+    async def predict(self, name: str, image: bytes, samples: int) -> int:
+        head = f"Content-Type: application/octet-stream\r\nX-Dtype: uint8\r\nX-Shape: {samples},3,{SIDE},{SIDE}\r\n"
+        return (await self.ask("POST", f"/v1/tenants/{name}/predict", image, head))[0]
+
+
+class Server:
+    def __init__(self, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-m", "come", "serve", "--port", str(self.port), *options]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+        self.process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    async def ready(self, client: Client) -> None:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            try:
+                if (await client.ask("GET", "/readyz"))[0] == 200:
+                    return
+            except (OSError, asyncio.IncompleteReadError):
+                pass
+            await asyncio.sleep(0.1)
+        raise SystemExit("the server does not start")
+
+    def stop(self, how: int = signal.SIGTERM) -> None:
+        self.process.send_signal(how)
+        self.process.wait()
+
+
+async def load(client: Client, names: list[str], pool: list[bytes], rate: float, seconds: float, samples: int):
+    """Requests at a rate; the time and status of each, by when it was sent, and the answered ones by tenant."""
+    draw, begin, tasks = random.Random(0), time.monotonic(), []
+    rows: list[tuple[float, float, int]] = []
+    answered: collections.Counter[str] = collections.Counter()
+
+    async def one(name: str, image: bytes, at: float) -> None:
+        try:
+            status = await client.predict(name, image, samples)
+        except (OSError, asyncio.IncompleteReadError):
+            status = 0
+        rows.append((at - begin, time.monotonic() - at, status))
+        answered[name] += status == 200
+
+    at = begin
+    while (at := at + draw.expovariate(rate)) < begin + seconds:
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        image = b"".join(draw.choices(pool, k=samples))
+        tasks.append(asyncio.create_task(one(draw.choice(names), image, at)))
+    await asyncio.gather(*tasks)
+    return sorted(rows), answered
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def latency(mode: str, given: argparse.Namespace, pool: list[bytes]) -> dict[str, float]:
+    names = [f"tenant-{i}" for i in range(given.tenants)]
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server("--state", folder, "--adapt", mode, "--write-every", "5", "--method", "tent:lr=1e-4")
+        client = Client(server.port)
+        try:
+            await server.ready(client)
+            for name in names:  # open all tenants first: that is not what is measured
+                await client.predict(name, pool[0] * given.samples, given.samples)
+            rows, _ = await load(client, names, pool, given.rate, given.seconds, given.samples)
+            text = (await client.ask("GET", "/metrics"))[1].decode()
+        finally:
+            server.stop()
+    took = [row[1] * 1000 for row in rows if row[2] == 200]
+    steps = sum(
+        float(line.split()[-1]) for line in text.splitlines() if line.startswith("come_serve_tenant_steps_total")
+    )
+    found = {f"p{share}": percentile(took, share / 100) for share in (50, 95, 99)}
+    return found | {
+        "requests": len(rows),
+        "failed": len(rows) - len(took),
+        "steps": steps,
+        "mean": statistics.mean(took),
+    }
+
+
+def steps_on_disk(folder: str, names: list[str]) -> dict[str, int]:
+    files = {name: Path(folder) / f"{key_of(name)}.safetensors" for name in names}
+    return {name: int(saving.read(file, "tent")["count"]) if file.exists() else 0 for name, file in files.items()}
+
+
+async def killed(given: argparse.Namespace, pool: list[bytes], write_every: float) -> dict[str, float]:
+    """A server that is killed under load, and another one that takes over."""
+    names = [f"tenant-{i}" for i in range(given.tenants)]
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--state", folder, "--write-every", str(write_every), "--method", "tent:lr=1e-4")
+        server = Server(*options)
+        client = Client(server.port)
+        await server.ready(client)
+        running = asyncio.create_task(load(client, names, pool, given.rate, given.seconds, given.samples))
+        await asyncio.sleep(given.seconds * 0.8)
+        server.stop(signal.SIGKILL)
+        at = time.monotonic()
+        _, answered = await running
+        disk = steps_on_disk(folder, names)
+        lost = {name: max(0, answered[name] - disk[name]) for name in names}
+        server = Server(*options)
+        client = Client(server.port)
+        await server.ready(client)
+        back = time.monotonic() - at
+        statuses = [await client.predict(name, pool[0] * given.samples, given.samples) for name in names]
+        server.stop()
+        again = steps_on_disk(folder, names)
+    assert statuses == [200] * len(names)
+    assert all(again[name] == disk[name] + 1 for name in names), "a restored tenant did not go on from its file"
+    lost_of = [count for count in lost.values() if count]
+    return {
+        **{"answered": sum(answered.values()), "written": sum(disk.values()), "lost": sum(lost.values())},
+        **{"tenants that lost": len(lost_of), "most by one": max(lost_of, default=0), "seconds away": back},
+    }
+
+
+async def replica_killed(given: argparse.Namespace, pool: list[bytes], write_every: float) -> dict[str, float]:
+    """One of two replicas on Ray Serve is killed under load."""
+    import psutil
+
+    names = [f"tenant-{i}" for i in range(given.tenants)]
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--state", folder, "--write-every", str(write_every), "--method", "tent:lr=1e-4")
+        server = Server(*options, "--replicas", "2")
+        client = Client(server.port)
+        await server.ready(client)
+        victims = [p for p in psutil.process_iter(["cmdline"]) if "part-0" in " ".join(p.info["cmdline"] or ())]
+        assert len(victims) == 1, victims
+        begin = time.monotonic()
+        running = asyncio.create_task(load(client, names, pool, given.rate, 3 * given.seconds, given.samples))
+        await asyncio.sleep(given.seconds)
+        before = steps_on_disk(folder, names)
+        victims[0].send_signal(signal.SIGKILL)
+        at = time.monotonic() - begin
+        rows, answered = await running
+        server.stop()
+        disk = steps_on_disk(folder, names)
+    lost = {name: max(0, answered[name] - disk[name]) for name in names}
+    other = sum(count for name, count in lost.items() if part_of(name, 2) == 1)
+    slow = [row[0] + row[1] - at for row in rows if row[0] + row[1] > at and row[1] > 1.0]
+    return {
+        **{
+            "answered": sum(answered.values()),
+            "failed": sum(row[2] != 200 for row in rows),
+            "lost": sum(lost.values()),
+        },
+        **{"lost by tenants of the other replica": other, "most by one": max(lost.values())},
+        **{"seconds until all are answered again": max(slow, default=0.0), "written before": sum(before.values())},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tenants", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--samples", type=int, default=2, help="of a request")
+    parser.add_argument("--modes", default="never,inline,after,every:4,shift")
+    parser.add_argument("--rounds", type=int, default=2, help="of all modes; the median is shown")
+    parser.add_argument("--ray", action="store_true", help="also kill a replica on Ray Serve")
+    given = parser.parse_args()
+    pool = images(256)
+    modes = given.modes.split(",")
+    found: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
+    for _ in range(given.rounds):
+        for mode in modes:
+            found[mode].append(asyncio.run(latency(mode, given, pool)))
+    middle = {m: {key: statistics.median(one[key] for one in rows) for key in rows[0]} for m, rows in found.items()}
+    print(f"{given.tenants} tenants, {given.rate:g} requests/s of {given.samples} images, {given.seconds:g} s each")
+    print(
+        "\n| adapt | p50 ms | p95 ms | p99 ms | p50 / never | p95 / never | failed |\n|---|---:|---:|---:|---:|---:|---:|"
+    )
+    base = middle[modes[0]]
+    for mode, row in middle.items():
+        times = " | ".join(f"{row[key]:.0f}" for key in ("p50", "p95", "p99"))
+        ratios = " | ".join(f"{row[key] / base[key]:.2f}" for key in ("p50", "p95"))
+        print(f"| {mode} | {times} | {ratios} | {row['failed']:.0f} of {row['requests']:.0f} |")
+    for write_every in (5.0, 1.0, 0.0):
+        print(f"\nkilled, write_every={write_every:g}:", json.dumps(asyncio.run(killed(given, pool, write_every))))
+    if given.ray:
+        print("\nreplica killed:", json.dumps(asyncio.run(replica_killed(given, pool, 1.0))))
+
+
+if __name__ == "__main__":
+    main()
