@@ -256,6 +256,34 @@ def test_after_answers_first_and_adapts_to_the_same_samples():
         assert service.health("a")["steps"] == 4
 
 
+def test_after_answers_who_waits_before_it_adapts(monkeypatch):
+    """Steps follow when nobody waits, and before the same tenant is answered again, evicted, or the service ends."""
+    calls, real = [], (come.Fleet.step, come.Fleet.predict)
+    monkeypatch.setattr(come.Fleet, "step", lambda *a: calls.append(f"step {len(set(a[2]))}") or real[0](*a))
+    monkeypatch.setattr(come.Fleet, "predict", lambda *a: calls.append("predict") or real[1](*a))
+    with make(adapt="after", max_batch=8, max_wait=0.2) as service:
+        calls.clear()
+        futures = [service.ask("predict", name, X[0][:2]) for name in "abcde"]
+        futures += [service.ask("predict", "a", X[1][:2])]
+        for future in futures:
+            future.result()
+    assert calls[0] == "predict"
+    assert calls[1] == "step 4"  # 8 samples are to be adapted to
+    assert calls.count("predict") == 2
+    assert sum(int(call[-1]) for call in calls if call != "predict") == 6
+
+
+def test_after_with_few_tenants_in_memory(tmp_path):
+    with make(adapt="after", state=tmp_path, resident=2) as service:
+        for x in X[:3]:
+            for name in "abcd":
+                service.predict(name, x)
+    for name in "abcd":
+        adapter = come.adapt(MODEL, "tent", lr=0.01)
+        adapter.load(tmp_path / f"{key_of(name)}.safetensors")
+        assert adapter.count == 3
+
+
 def test_every_third_request_adapts():
     with make(adapt="every:3") as service:
         assert [service.predict("a", x).adapted for x in X[:7]] == [False, False, True, False, False, True, False]

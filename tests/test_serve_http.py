@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import come
+from come.bench import cli
 from come.serve import Service
 from come.serve.http import create
 from come.serve.states import key_of
@@ -268,15 +269,34 @@ def test_the_command_serves_the_examples_of_the_page(tmp_path):
             assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
-def test_a_missing_extra_is_named():
-    for module, command, extra in (
-        ("fastapi", ["serve"], "serve"),
-        ("ray.serve", ["serve", "--replicas", "2"], "serve-ray"),
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    for module, command, extra in (("fastapi", [], "serve"), ("ray.serve", ["--replicas", "2"], "serve-ray")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            patch.setattr(sys, "argv", ["come", "serve", *command])
+            with pytest.raises(SystemExit) as stopped:
+                cli.main()
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.rstrip().endswith(f'install it with: pip install "come-tta[{extra}]"')
+    with monkeypatch.context() as patch:
+        for name in [name for name in sys.modules if name.startswith("come.serve")]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "filelock", None)
+        patch.delattr(come, "serve")
+        with pytest.raises(ModuleNotFoundError, match=r'install it with: pip install "come-tta\[serve\]"'):
+            _ = come.serve
+
+
+def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path):
+    for command, words in (
+        (["--model", "glyphs-vti"], "did you mean 'glyphs-vit'"),
+        (["--adapt", "sometimes"], "adapt must be inline"),
+        (["--state", str(tmp_path / "no")], "does not exist"),
+        (["--device", "no"], "no device 'no'"),
+        (["--method", "memo"], "cannot run for many streams"),
     ):
-        code = f"import sys; sys.modules[{module!r}] = None; sys.argv[1:] = {command!r}; from come.__main__ import main; main()"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2
-        assert done.stderr.rstrip().endswith(f'is missing; install it with: pip install "come-tta[{extra}]"')
-    code = "import sys; sys.modules['filelock'] = None; import come; come.serve"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert 'pip install "come-tta[serve]"' in done.stderr
+        monkeypatch.setattr(sys, "argv", ["come", "serve", *command])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err

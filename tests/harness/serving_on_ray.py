@@ -1,4 +1,4 @@
-"""Two replicas of a tiny model on a Ray of their own, until a line is read: python tests/harness/serving_on_ray.py PORT STATE."""
+"""Two replicas of a tiny model on a Ray of their own, until a line is read: serving_on_ray.py PORT STATE."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ class Service:
         shape: of one sample as clients send it, e.g. (3, 224, 224).
         dtype: of samples as clients send them: "float32", or "uint8" together with `preprocess`.
         preprocess: makes a batch (B, *shape) the model's input, each sample by itself. None: it is that already.
-        adapt: "inline": the answer is that of the adapting step. "after": answer first, then adapt. "every:N": adapt with
+        adapt: "inline": the answer is that of the adapting step. "after": answer first, adapt when nobody waits, and before
+            the tenant's next answer. "every:N": adapt with
             every N-th request of a tenant. "shift" or "shift:MEAN,STD": adapt while a tenant's uncertainty is above its
             reference, see `come.serve.modes.Signal`. "never".
         state: a folder for states, which must exist. None: they are in memory only, and gone with the process.
@@ -194,6 +195,8 @@ class Service:
         self._queued, self._queued_of = 0, Counter[str]()
         """Samples that wait, and those of each tenant."""
         self._closing = False
+        self._later: dict[str, _Request] = {}
+        """Answered requests that their tenants are still to adapt to, one of each; of the thread of the fleet."""
         self._worker = threading.Thread(target=self._work, name="come-serve", daemon=True)
         self._worker.start()
 
@@ -335,12 +338,15 @@ class Service:
     def _work(self) -> None:
         while True:
             commands, batch = self._next()
-            if self._closing and not (commands or batch):
+            if self._closing and not (commands or batch or self._later):
                 break
             for command in commands:
                 command.do()
             try:
-                self._answer(batch)
+                if batch:
+                    self._answer(batch)
+                elif not commands:  # nobody waits; one at a time, so that who comes now does not wait long
+                    self._catch_up(list(self._later)[:1])
                 self._tenants.write_due()
             except Exception as error:
                 log.exception("a batch of %d requests failed", len(batch))
@@ -352,7 +358,7 @@ class Service:
     def _next(self) -> tuple[list[_Command], list[_Request]]:
         """Wait for something to do; nothing, if a state is due to be written or the service ends."""
         with self._news:
-            while not (self._urgent or self._waiting or self._closing):
+            while not (self._urgent or self._waiting or self._closing or self._later):
                 if not self._news.wait(timeout=self._tenants.until_due()):
                     return [], []
             if self._urgent:
@@ -394,6 +400,8 @@ class Service:
 
     def _answer(self, batch: list[_Request]) -> None:
         names, opened = {one.name for one in batch}, list[tuple[_Request, Tenant]]()
+        evicting = len(names - self._tenants.here.keys()) + len(self._tenants.here) > self._resident
+        self._catch_up([name for name in self._later if evicting or name in names])
         for one in batch:
             try:
                 opened.append((one, self._tenants.bring(one.name, keep=names)))
@@ -408,9 +416,9 @@ class Service:
             self._counts.answer(one.name, len(one.x), sum(answer.abstain), time.monotonic() - one.arrived)
             one.future.set_result(answer)
         if self.mode.kind == "after":
-            for one, _ in self._run([one for one, _ in done], True):
-                if self._writes_first:
-                    self._written(one)
+            self._later |= {one.name: one for one, _ in done if one.future.exception() is None}
+            if sum(len(one.x) for one in self._later.values()) >= self._max_batch:
+                self._catch_up(list(self._later))
         for one, tenant in opened:
             if not tenant.requests:  # its first request failed: it leaves nothing
                 self._tenants.forget(one.name)
@@ -420,6 +428,12 @@ class Service:
         if self.mode.kind == "every":
             return (tenant.requests + 1) % self.mode.n == 0
         return self.mode.kind == "inline" or (self.mode.kind == "shift" and tenant.signal.shifted)
+
+    def _catch_up(self, names: list[str]) -> None:
+        """Adapt tenants to what they were answered."""
+        for one, _ in self._run([self._later.pop(name) for name in names if name in self._later], True):
+            if self._writes_first:
+                self._written(one)
 
     def _run(self, requests: list[_Request], step: bool) -> list[tuple[_Request, Answer]]:
         """Run some requests together; if that fails, one by one, so that each has its own error only."""
@@ -485,9 +499,11 @@ class Service:
     # ---- commands ----
 
     def _reset(self, name: str) -> None:
+        self._later.pop(name, None)
         self._tenants.reset(name)
 
     def _delete(self, name: str) -> None:
+        self._later.pop(name, None)
         self._tenants.delete(name)
         self._counts.by_tenant.pop(name, None)
 
@@ -497,6 +513,7 @@ class Service:
 
     def _health(self, name: str) -> dict[str, Any]:
         self._tenants.check_known(name)
+        self._catch_up([name])
         tenant = self._tenants.here.get(name)
         if tenant is None:
             return {"resident": False}
@@ -507,6 +524,7 @@ class Service:
 
     def _metrics(self) -> Metrics:
         part, here, counts = {"part": str(self._part)}, self._tenants.here, self._tenants.counts
+        unwritten = sum(tenant.unwritten for tenant in here.values()) + len(self._later)
         found = [
             Metric(kind, f"come_serve_{name}", text, part, float(value))
             for kind, name, text, value in (
@@ -517,7 +535,7 @@ class Service:
                     "gauge",
                     "unwritten_steps",
                     "Steps that a kill would lose now",
-                    sum(t.unwritten for t in here.values()),
+                    unwritten,
                 ),
                 ("counter", "refused", "Requests refused because the queue was full", self._refused),
                 ("counter", "failed", "Requests, and steps after an answer, that failed", self._failed),
