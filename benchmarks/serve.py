@@ -48,8 +48,16 @@ class Client:
             text = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(body)}\r\n\r\n"
             writer.write(text.encode() + body)
             lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-            length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length"))
-            found = int(lines[0].split()[1]), await reader.readexactly(length)
+            status, body = int(lines[0].split()[1]), b""
+            for line in lines:
+                if line.startswith("content-length"):
+                    body = await reader.readexactly(int(line.split(":")[1]))
+            while "transfer-encoding: chunked" in lines:
+                size = int(await reader.readline(), 16)
+                body += (await reader.readexactly(size + 2))[:-2]
+                if not size:
+                    break
+            found = status, body
         except BaseException:
             writer.close()
             raise

@@ -293,7 +293,7 @@ def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path)
         (["--adapt", "sometimes"], "adapt must be inline"),
         (["--state", str(tmp_path / "no")], "does not exist"),
         (["--device", "no"], "no device 'no'"),
-        (["--method", "memo"], "cannot run for many streams"),
+        (["--method", "memo"], "cannot differ by stream"),
     ):
         monkeypatch.setattr(sys, "argv", ["come", "serve", *command])
         with pytest.raises(SystemExit) as stopped:
