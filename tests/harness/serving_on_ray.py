@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import ray
 import torch
 
 from come.serve import Service
-from come.serve.ray_serve import application, serve
 from come.testing import NORMS, TinyClassifier
 
 
@@ -20,6 +18,12 @@ def make(part, parts, state):
 
 
 if __name__ == "__main__":
+    try:
+        import ray
+
+        from come.serve.ray_serve import application, serve
+    except ImportError:
+        sys.exit(print("missing"))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
     options = {"ray_actor_options": {"num_cpus": 0.1}, "health_check_period_s": 1.0}
