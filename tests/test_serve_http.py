@@ -143,6 +143,11 @@ def test_metrics_can_be_read_by_prometheus(client):
     assert client.get("/docs").status_code == 404
 
 
+def test_a_query_that_is_refused(client):
+    found = post(client, "a", X[0], params={"logits": "perhaps"})
+    assert (found.status_code, list(found.json())) == (400, ["error"])
+
+
 def test_images_as_bytes():
     service = Service(MODEL, shape=(3, 8, 8), dtype="uint8", preprocess=lambda x: x.float() / 255)
     x = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)

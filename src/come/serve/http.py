@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 import torch
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from come.errors import ComeError
@@ -98,6 +100,10 @@ def create(backend: Service | Backend) -> FastAPI:
         headers = {"Retry-After": "1"} if status in (429, 503) else None
         return JSONResponse({"error": str(error)}, status, headers)
 
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse({"error": "a parameter of the query is not what it must be: logits=true or false"}, 400)
+
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
@@ -169,10 +175,13 @@ async def _body(request: Request, largest: int) -> bytearray:
             raise too_large
     except ValueError:
         raise RequestError("the content length must be a number") from None
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > largest:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > largest:
+                raise too_large
+    except ClientDisconnect:
+        raise RequestError("the body ended early") from None
     return body
 
 

@@ -15,7 +15,7 @@ import ray.serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message
 
 from come.errors import require_int
@@ -31,6 +31,7 @@ Make = Callable[[int, int], Service]
 """Makes the service of a part: `make(part, parts)`."""
 ONGOING = 10_000
 """Requests at once to a replica; it is the service that limits them."""
+AWAY = "the replica of this tenant is starting again; try again later"
 
 
 class Replica:
@@ -79,7 +80,7 @@ class _Replicas:
         try:
             found, refused = await handle.ask.remote(what, *arguments)
         except (RayError, RayServeException) as error:
-            raise RequestError("the replica of this tenant is starting again; try again later", 503) from error
+            raise RequestError(AWAY, 503) from error
         if refused is not None:
             raise RequestError(*refused)
         return found
@@ -104,8 +105,11 @@ class Router:
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request as the app of `come.serve.http` does."""
-        if self._app is None:
-            self._app = http.create(_Replicas(self._handles, await self._handles[0].about.remote()))
+        try:
+            if self._app is None:
+                self._app = http.create(_Replicas(self._handles, await self._handles[0].about.remote()))
+        except (RayError, RayServeException):
+            return JSONResponse({"error": AWAY}, 503, {"Retry-After": "1"})
         sent: list[Message] = []
 
         async def send(message: Message) -> None:

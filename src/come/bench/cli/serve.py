@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -124,13 +126,17 @@ def _run_on_ray(
 ) -> None:
     from come.serve.ray_serve import application, serve
 
+    ended = threading.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: ended.set())
     gpus = {"ray_actor_options": {"num_gpus": 1}} if device.startswith("cuda") else {}
     serve.start(http_options={"host": host, "port": port})
-    typer.echo(f"{said}, {replicas} replicas")
     try:
-        serve.run(application(make, replicas, **gpus), name="come", blocking=True)
+        serve.run(application(make, replicas, **gpus), name="come")
+        typer.echo(f"{said}, {replicas} replicas")
+        ended.wait()
     finally:
-        serve.shutdown()
+        serve.shutdown()  # replicas write their states
 
 
 def _check_installed(extra: str, packages: tuple[str, ...]) -> None:
