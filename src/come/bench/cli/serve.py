@@ -65,7 +65,7 @@ def serve(
         typer.Option(help="So many replicas on Ray Serve. \\[one process, without Ray]", show_default=False, min=1),
     ] = None,
     device: Device = "cpu",
-    tenants: Annotated[int, _number("Tenants, on disk included.", 1)] = 1000,
+    tenants: Annotated[int, _number("Tenants of each replica, on disk included.", 1)] = 1000,
     resident: Annotated[int | None, _number("Tenants in memory, of each replica. \\[all]", 1)] = None,
     max_batch: Annotated[int, _number("Samples that are run together.", 1)] = 64,
     max_wait: Annotated[
