@@ -3,8 +3,8 @@
     python benchmarks/serve.py [--ray]
 
 A few hundred tenants of the embedded ViT. Requests arrive at random (a Poisson process) at a fixed rate, whatever the server
-does; so a server that falls behind shows it. Servers run one after the other on the same machine, and every mode is compared
-with "never" of the same run.
+does; so a server that falls behind shows it. The servers of all modes get short turns, and each is compared with "never" of the
+same run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import json
 import os
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,23 +43,27 @@ class Client:
         self.port, self.free = port, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]()
 
     async def ask(self, method: str, path: str, body: bytes = b"", head: str = "") -> tuple[int, bytes]:
-        reader, writer = self.free.pop() if self.free else await asyncio.open_connection("127.0.0.1", self.port)
+        kept = bool(self.free)
+        reader, writer = self.free.pop() if kept else await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            text = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(body)}\r\n\r\n"
-            writer.write(text.encode() + body)
+            sent = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{head}Content-Length: {len(body)}\r\n\r\n"
+            writer.write(sent.encode() + body)
             lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-            status, body = int(lines[0].split()[1]), b""
+            status, text = int(lines[0].split()[1]), b""
             for line in lines:
                 if line.startswith("content-length"):
-                    body = await reader.readexactly(int(line.split(":")[1]))
+                    text = await reader.readexactly(int(line.split(":")[1]))
             while "transfer-encoding: chunked" in lines:
                 size = int(await reader.readline(), 16)
-                body += (await reader.readexactly(size + 2))[:-2]
+                text += (await reader.readexactly(size + 2))[:-2]
                 if not size:
                     break
-            found = status, body
-        except BaseException:
+            found = status, text
+        except (OSError, asyncio.IncompleteReadError):
             writer.close()
+            if kept:  # the server has closed it meanwhile
+                self.free.clear()
+                return await self.ask(method, path, body, head)
             raise
         self.free.append((reader, writer))
         return found
@@ -94,9 +98,11 @@ class Server:
         self.process.wait()
 
 
-async def load(client: Client, names: list[str], pool: list[bytes], rate: float, seconds: float, samples: int):
+async def load(
+    client: Client, names: list[str], pool: list[bytes], rate: float, seconds: float, samples: int, seed: int = 0
+):
     """Requests at a rate; the time and status of each, by when it was sent, and the answered ones by tenant."""
-    draw, begin, tasks = random.Random(0), time.monotonic(), []
+    draw, begin, tasks = random.Random(seed), time.monotonic(), []
     rows: list[tuple[float, float, int]] = []
     answered: collections.Counter[str] = collections.Counter()
 
@@ -121,30 +127,26 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-async def latency(mode: str, given: argparse.Namespace, pool: list[bytes]) -> dict[str, float]:
+async def latencies(modes: list[str], given: argparse.Namespace, pool: list[bytes]) -> dict[str, list[float]]:
+    """Milliseconds to each answer, by mode. All servers are up; they get short turns, so that all see the same machine."""
     names = [f"tenant-{i}" for i in range(given.tenants)]
-    with tempfile.TemporaryDirectory() as folder:
-        server = Server("--state", folder, "--adapt", mode, "--write-every", "5", "--method", "tent:lr=1e-4")
-        client = Client(server.port)
-        try:
-            await server.ready(client)
+    took: dict[str, list[float]] = {mode: [] for mode in modes}
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for mode in modes:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            server = Server("--state", folder, "--adapt", mode, "--write-every", "5", "--method", "tent:lr=1e-4")
+            stack.callback(server.stop)
+            servers[mode] = Client(server.port)
+            await server.ready(servers[mode])
             for name in names:  # open all tenants first: that is not what is measured
-                await client.predict(name, pool[0] * given.samples, given.samples)
-            rows, _ = await load(client, names, pool, given.rate, given.seconds, given.samples)
-            text = (await client.ask("GET", "/metrics"))[1].decode()
-        finally:
-            server.stop()
-    took = [row[1] * 1000 for row in rows if row[2] == 200]
-    steps = sum(
-        float(line.split()[-1]) for line in text.splitlines() if line.startswith("come_serve_tenant_steps_total")
-    )
-    found = {f"p{share}": percentile(took, share / 100) for share in (50, 95, 99)}
-    return found | {
-        "requests": len(rows),
-        "failed": len(rows) - len(took),
-        "steps": steps,
-        "mean": statistics.mean(took),
-    }
+                await servers[mode].predict(name, pool[0] * given.samples, given.samples)
+        for turn in range(given.turns):
+            for mode, client in servers.items():
+                rows, _ = await load(client, names, pool, given.rate, given.seconds / given.turns, given.samples, turn)
+                assert all(status == 200 for *_, status in rows), rows
+                took[mode] += [seconds * 1000 for _, seconds, _ in rows]
+    return took
 
 
 def steps_on_disk(folder: str, names: list[str]) -> dict[str, int]:
@@ -225,27 +227,34 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--samples", type=int, default=2, help="of a request")
     parser.add_argument("--modes", default="never,inline,after,every:4,shift")
-    parser.add_argument("--rounds", type=int, default=2, help="of all modes; the median is shown")
+    parser.add_argument("--turns", type=int, default=10, help="of each mode")
+    parser.add_argument("--no-kills", action="store_true")
     parser.add_argument("--ray", action="store_true", help="also kill a replica on Ray Serve")
     given = parser.parse_args()
     pool = images(256)
     modes = given.modes.split(",")
-    found: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
-    for _ in range(given.rounds):
-        for mode in modes:
-            found[mode].append(asyncio.run(latency(mode, given, pool)))
-    middle = {m: {key: statistics.median(one[key] for one in rows) for key in rows[0]} for m, rows in found.items()}
-    print(f"{given.tenants} tenants, {given.rate:g} requests/s of {given.samples} images, {given.seconds:g} s each")
+    took = asyncio.run(latencies(modes, given, pool))
     print(
-        "\n| adapt | p50 ms | p95 ms | p99 ms | p50 / never | p95 / never | failed |\n|---|---:|---:|---:|---:|---:|---:|"
+        f"{given.tenants} tenants, {given.rate:g} requests/s of {given.samples} images, {given.seconds:g} s of each mode"
     )
-    base = middle[modes[0]]
-    for mode, row in middle.items():
-        times = " | ".join(f"{row[key]:.0f}" for key in ("p50", "p95", "p99"))
-        ratios = " | ".join(f"{row[key] / base[key]:.2f}" for key in ("p50", "p95"))
-        print(f"| {mode} | {times} | {ratios} | {row['failed']:.0f} of {row['requests']:.0f} |")
+    print(
+        "\n| adapt | p50 ms | p95 ms | p99 ms | p50 / never | p95 / never | p99 / never |\n|---|---:|---:|---:|---:|---:|---:|"
+    )
+    base = [percentile(took[modes[0]], share) for share in (0.5, 0.95, 0.99)]
+    for mode, values in took.items():
+        mine = [percentile(values, share) for share in (0.5, 0.95, 0.99)]
+        times = " | ".join(f"{value:.0f}" for value in mine)
+        print(
+            f"| {mode} | {times} | {' | '.join(f'{a / b:.2f}' for a, b in zip(mine, base, strict=True))} |", flush=True
+        )
+    if given.no_kills:
+        return
     for write_every in (5.0, 1.0, 0.0):
-        print(f"\nkilled, write_every={write_every:g}:", json.dumps(asyncio.run(killed(given, pool, write_every))))
+        print(
+            f"\nkilled, write_every={write_every:g}:",
+            json.dumps(asyncio.run(killed(given, pool, write_every))),
+            flush=True,
+        )
     if given.ray:
         print("\nreplica killed:", json.dumps(asyncio.run(replica_killed(given, pool, 1.0))))
 
