@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message
 
-from come.errors import require_int
+from come.errors import ConfigError, require_int
 from come.serve import http
 from come.serve.errors import RequestError, check_name
 from come.serve.service import Service
@@ -122,6 +122,13 @@ class Router:
         return found
 
 
+def check_room(replicas: int, kind: str) -> None:
+    """Refuse more replicas than Ray has of "CPU" or "GPU": it would wait for them without an end."""
+    resources: Callable[[], dict[str, float]] = ray.cluster_resources
+    if (there := int(resources().get(kind, 0))) < replicas:
+        raise ConfigError(f"{replicas} replicas need a {kind} each, and Ray has {there}; give fewer replicas")
+
+
 def application(make: Make, replicas: int = 2, **options: Any) -> Any:
     """The application: `serve.run(application(make, replicas=4))`.
 
@@ -141,4 +148,5 @@ def application(make: Make, replicas: int = 2, **options: Any) -> Any:
         serve.deployment(Replica, name=f"part-{part}", num_replicas=1, **options).bind(make, part, replicas)
         for part in range(replicas)
     ]
-    return serve.deployment(Router, name="router", max_ongoing_requests=ONGOING).bind(*parts)
+    light = {"num_cpus": 0}
+    return serve.deployment(Router, name="router", max_ongoing_requests=ONGOING, ray_actor_options=light).bind(*parts)

@@ -124,15 +124,17 @@ def _run_here(service: Service, host: str, port: int, said: str) -> None:
 def _run_on_ray(
     make: Callable[[int, int], Service], replicas: int, host: str, port: int, said: str, device: str
 ) -> None:
-    from come.serve.ray_serve import application, serve
+    from come.serve.ray_serve import application, check_room, serve
 
     ended = threading.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda *_: ended.set())
-    gpus = {"ray_actor_options": {"num_gpus": 1}} if device.startswith("cuda") else {}
+    kind = "GPU" if device.startswith("cuda") else "CPU"
+    options = {"ray_actor_options": {"num_gpus": 1}} if kind == "GPU" else {}
     serve.start(http_options={"host": host, "port": port})
     try:
-        serve.run(application(make, replicas, **gpus), name="come")
+        check_room(replicas, kind)
+        serve.run(application(make, replicas, **options), name="come")
         typer.echo(f"{said}, {replicas} replicas")
         ended.wait()
     finally:
