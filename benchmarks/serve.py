@@ -1,6 +1,6 @@
 """Load test of `come serve` on the loopback: latency by mode of adaptation, and what a kill loses.
 
-    python benchmarks/serve.py [--ray]
+    python benchmarks/serve.py [--what latency,kill,ray]
 
 A few hundred tenants of the embedded ViT. Requests arrive at random (a Poisson process) at a fixed rate, whatever the server
 does; so a server that falls behind shows it. The servers of all modes get short turns, and each is compared with "never" of the
@@ -195,7 +195,8 @@ async def replica_killed(given: argparse.Namespace, pool: list[bytes], write_eve
         server = Server(*options, "--replicas", "2")
         client = Client(server.port)
         await server.ready(client)
-        victims = [p for p in psutil.process_iter(["cmdline"]) if "part-0" in " ".join(p.info["cmdline"] or ())]
+        below = psutil.Process(server.process.pid).children(recursive=True)
+        victims = [process for process in below if "part-0" in " ".join(process.cmdline())]
         assert len(victims) == 1, victims
         begin = time.monotonic()
         running = asyncio.create_task(load(client, names, pool, given.rate, 3 * given.seconds, given.samples))
@@ -228,35 +229,31 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="of a request")
     parser.add_argument("--modes", default="never,inline,after,every:4,shift")
     parser.add_argument("--turns", type=int, default=10, help="of each mode")
-    parser.add_argument("--no-kills", action="store_true")
-    parser.add_argument("--ray", action="store_true", help="also kill a replica on Ray Serve")
+    parser.add_argument("--what", default="latency,kill", help="of latency, kill, ray (one of two replicas killed)")
     given = parser.parse_args()
     pool = images(256)
-    modes = given.modes.split(",")
-    took = asyncio.run(latencies(modes, given, pool))
-    print(
-        f"{given.tenants} tenants, {given.rate:g} requests/s of {given.samples} images, {given.seconds:g} s of each mode"
-    )
-    print(
-        "\n| adapt | p50 ms | p95 ms | p99 ms | p50 / never | p95 / never | p99 / never |\n|---|---:|---:|---:|---:|---:|---:|"
-    )
-    base = [percentile(took[modes[0]], share) for share in (0.5, 0.95, 0.99)]
-    for mode, values in took.items():
-        mine = [percentile(values, share) for share in (0.5, 0.95, 0.99)]
-        times = " | ".join(f"{value:.0f}" for value in mine)
+    print(f"{given.tenants} tenants, {given.rate:g} requests/s of {given.samples} images, {given.seconds:g} s of each")
+    if "latency" in given.what:
+        show(asyncio.run(latencies(given.modes.split(","), given, pool)))
+    for write_every in (5.0, 1.0, 0.0) if "kill" in given.what else ():
         print(
-            f"| {mode} | {times} | {' | '.join(f'{a / b:.2f}' for a, b in zip(mine, base, strict=True))} |", flush=True
-        )
-    if given.no_kills:
-        return
-    for write_every in (5.0, 1.0, 0.0):
-        print(
-            f"\nkilled, write_every={write_every:g}:",
+            f"\nkilled, --write-every {write_every:g}:",
             json.dumps(asyncio.run(killed(given, pool, write_every))),
             flush=True,
         )
-    if given.ray:
-        print("\nreplica killed:", json.dumps(asyncio.run(replica_killed(given, pool, 1.0))))
+    if "ray" in given.what:
+        print("\nreplica killed, --write-every 1:", json.dumps(asyncio.run(replica_killed(given, pool, 1.0))))
+
+
+def show(took: dict[str, list[float]]) -> None:
+    print("\n| adapt | p50 ms | p95 ms | p99 ms | p50 / never | p95 / never | p99 / never |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    shares = (0.5, 0.95, 0.99)
+    base = [percentile(took["never"], share) for share in shares]
+    for mode, values in took.items():
+        mine = [percentile(values, share) for share in shares]
+        cells = [f"{value:.0f}" for value in mine] + [f"{a / b:.2f}" for a, b in zip(mine, base, strict=True)]
+        print(f"| {mode} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
