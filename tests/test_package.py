@@ -74,6 +74,7 @@ LAYERS = [
     ["compiled"],
     ["adapter"],
     ["callbacks", "testing"],
+    ["serve"],
     ["bench"],
     ["__main__"],
 ]
@@ -98,7 +99,7 @@ def test_the_core_needs_torch_and_safetensors_only():
     ours = {*sys.stdlib_module_names, "come", "torch", "safetensors"}
     for file in SRC.rglob("*.py"):
         path = file.relative_to(SRC)
-        if path.parts[0] != "bench":
+        if path.parts[0] not in ("bench", "serve"):
             others = {module.partition(".")[0] for module in _imported(file)} - ours
             assert others <= OPTIONAL.get(path.as_posix(), set()), f"{path} imports {others}"
 

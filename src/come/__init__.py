@@ -61,7 +61,7 @@ __all__ = [
     "theory",
 ]
 
-_LATER = {"bench": "bench", "corruptions": "", "metrics": "", "testing": ""}
+_LATER = {"bench": "bench", "corruptions": "", "metrics": "", "serve": "serve", "testing": ""}
 """Modules that are imported when they are first asked for, and the extra that they need."""
 
 

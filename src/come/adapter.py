@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from come import methods, optim, saving
 from come.borrowed import Borrowed
 from come.compiled import Steps
-from come.errors import ClosedError, CollapseError, ConfigError, shown
+from come.errors import ClosedError, CollapseError, ConfigError, ModelError, shown
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
 from come.inputs import Inputs, checked
@@ -111,7 +111,9 @@ class Adapter:
         self._ranks = ranks
         self._fingerprint: tuple[list[Any], bytes] | None = None
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
-        with untracked():
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+        with ModelLock(model), untracked():  # while another adapter's step runs, other weights stand in the model
             self._borrow(self.method.select, mode or Mode())
             self._now = self._first()
         with self._lock:

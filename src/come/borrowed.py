@@ -412,8 +412,6 @@ def _cut(part: Tensor, shape: torch.Size) -> Tensor:
 
 def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:
     """The parameters that `select` names in `model`, after checking that the model can be adapted at all."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
     kind = type(model).__name__
     if isinstance(model, (nn.DataParallel, torch.jit.ScriptModule)):
         raise ModelError(

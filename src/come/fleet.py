@@ -503,6 +503,16 @@ class Fleet:
                     f"cannot write to {folder}: {error.strerror}; choose a folder that is writable"
                 ) from error
 
+    def packed(self, name: Name, note: str = "") -> bytes:
+        """The bytes of the file that `save` writes of a stream: to keep it elsewhere, or to write it in another thread.
+
+        Args:
+            name: of the stream.
+            note: a text of yours that travels with it; `come.saving.note_of` reads it from the file.
+        """
+        with self._looking_at(name) as one:
+            return saving.packed(one, note)
+
     def load(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Continue a stream, which is opened if it is not, from a file that `save` or `Adapter.save` wrote.
 

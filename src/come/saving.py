@@ -167,10 +167,20 @@ def _described(value: Any) -> Any:
 
 def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     """Write the state of `adapter` to `path`, atomically."""
-    path = Path(path)
+    put(Path(path), packed(adapter))
+
+
+def packed(adapter: Adapter, note: str = "") -> bytes:
+    """What `save` writes. `note` is a text of the caller's that travels with it; `note_of` reads it."""
     tensors = {name: value.contiguous() for name, value in collect(adapter).items()}
     about = {"format": FORMAT, "version": str(VERSION), "method": adapter.method.name, "sha256": _digest(tensors)}
-    data = serialized(tensors, metadata=about)  # safetensors' own save_file writes to a name of its own first
+    if note:
+        about["note"] = note
+    return serialized(tensors, metadata=about)  # safetensors' own save_file writes to a name of its own first
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a packed state to `path`, atomically."""
     try:
         with replacing(path) as beside:
             beside.write_bytes(data)
@@ -178,6 +188,15 @@ def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
         raise StateError(
             f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
         ) from error
+
+
+def note_of(path: str | os.PathLike[str]) -> str:
+    """The note in a file that `put` wrote; empty if there is none."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return str((file.metadata() or {}).get("note", ""))
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
 
 
 def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:

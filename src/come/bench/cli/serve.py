@@ -1,0 +1,156 @@
+"""`come serve`: one model for many tenants, over HTTP."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from come.bench import models
+from come.bench.cli.options import Debug, Device
+from come.errors import ConfigError
+
+if TYPE_CHECKING:
+    from come.serve import Service
+
+LIMITS = "Limits"
+LINGER = 30
+"""Seconds that open connections have when the server ends."""
+
+
+def build(part: int, parts: int, *, model: str, checkpoint: Path | None, device: str, **settings: Any) -> Service:
+    """The service of a model by name; images are uint8 unless they are to come normalized, in float32."""
+    from come.serve import Service
+
+    found = models.load(model, checkpoint=checkpoint)
+    side = found.preprocess.size
+    if settings["dtype"] == "uint8":
+        settings["preprocess"] = found.preprocess
+    return Service(found.module.to(device), shape=(3, side, side), part=part, parts=parts, **settings)
+
+
+def _number(text: str, least: int) -> Any:
+    return typer.Option(rich_help_panel=LIMITS, help=text, min=least)
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="What to serve; [bold]come list models[/].")] = "glyphs-vit",
+    checkpoint: Annotated[Path | None, typer.Option(help="A file with its weights.")] = None,
+    method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = "tent",
+    objective: Annotated[str, typer.Option(help="come, em, ...")] = "come",
+    adapt: Annotated[str, typer.Option(help="inline, after, every:N, shift, shift:MEAN,STD or never.")] = "inline",
+    dtype: Annotated[
+        str, typer.Option(help="[bold]uint8[/]: images, normalized here; [bold]float32[/]: normalized ones.")
+    ] = "uint8",
+    abstain_above: Annotated[float | None, typer.Option(help="Abstain where the uncertainty is above this.")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="A folder for tenants' states. \\[memory only]", show_default=False)
+    ] = None,
+    write_every: Annotated[
+        float, typer.Option(help="Seconds until a change is on disk; 0: before the answer.", min=0)
+    ] = 10.0,
+    host: Annotated[
+        str, typer.Option(help="Where to listen. There is no authentication: put that in front.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="So many replicas on Ray Serve. \\[one process, without Ray]", show_default=False, min=1),
+    ] = None,
+    device: Device = "cpu",
+    tenants: Annotated[int, _number("Tenants of each replica, on disk included.", 1)] = 1000,
+    resident: Annotated[int | None, _number("Tenants in memory, of each replica. \\[all]", 1)] = None,
+    max_batch: Annotated[int, _number("Samples that are run together.", 1)] = 64,
+    max_wait: Annotated[
+        float, typer.Option(rich_help_panel=LIMITS, help="Milliseconds that a request waits for others.", min=0)
+    ] = 2.0,
+    max_samples: Annotated[int, _number("Samples of one request.", 1)] = 64,
+    max_queue: Annotated[int, _number("Samples that wait.", 1)] = 1024,
+    labels: Annotated[int, _number("Tenants with metrics of their own.", 0)] = 100,
+    debug: Debug = False,
+) -> None:
+    """Serve one model to many tenants over HTTP; each tenant adapts by itself.
+
+    Needs [bold]pip install "come-tta[serve]"[/], with --replicas "come-tta[serve-ray]". Ctrl-C or SIGTERM ends it; all
+    states are written first.
+    """
+    _check_installed("serve", ("fastapi", "uvicorn", "prometheus_client", "filelock"))
+    if replicas is not None:
+        _check_installed("serve-ray", ("ray.serve",))
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"no device {device!r}: {str(error).splitlines()[0]}") from error
+    settings: dict[str, Any] = {
+        **{"method": method, "objective": objective, "adapt": adapt, "dtype": dtype, "abstain_above": abstain_above},
+        **{"state": state, "write_every": write_every, "tenants": tenants, "resident": resident, "labels": labels},
+        **{"max_batch": max_batch, "max_wait": max_wait / 1000, "max_samples": max_samples, "max_queue": max_queue},
+    }
+    make: Callable[[int, int], Service] = partial(build, model=model, checkpoint=checkpoint, device=device, **settings)
+    if state is None:
+        typer.echo("states are in memory only; --state FOLDER keeps them", err=True)
+    said = f"{model} with {method}, adapts {adapt}, on http://{host}:{port}"
+    if replicas is None:
+        _run_here(make(0, 1), host, port, said)
+    else:
+        _run_on_ray(make, replicas, host, port, said, device)
+
+
+def _run_here(service: Service, host: str, port: int, said: str) -> None:
+    import uvicorn
+
+    from come.serve.http import create
+
+    with service:
+        config = uvicorn.Config(
+            create(service), host=host, port=port, log_level="warning", timeout_graceful_shutdown=LINGER
+        )
+        typer.echo(said)
+        try:
+            uvicorn.Server(config).run()
+        except KeyboardInterrupt:
+            pass
+        except SystemExit as error:
+            raise ConfigError(f"cannot listen on {host}:{port}; is another server there?") from error
+
+
+def _run_on_ray(
+    make: Callable[[int, int], Service], replicas: int, host: str, port: int, said: str, device: str
+) -> None:
+    from come.serve.ray_serve import application, check_room, serve
+
+    ended = threading.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: ended.set())
+    kind = "GPU" if device.startswith("cuda") else "CPU"
+    options = {"ray_actor_options": {"num_gpus": 1}} if kind == "GPU" else {}
+    serve.start(http_options={"host": host, "port": port})
+    try:
+        check_room(replicas, kind)
+        serve.run(application(make, replicas, **options), name="come")
+        typer.echo(f"{said}, {replicas} replicas")
+        ended.wait()
+    finally:
+        serve.shutdown()  # replicas write their states
+
+
+def _check_installed(extra: str, packages: tuple[str, ...]) -> None:
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f'come serve needs {error.name}, which is missing; install it with: pip install "come-tta[{extra}]"'
+            ) from error
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="serve")(serve)

@@ -1,0 +1,247 @@
+"""The service over HTTP, as a FastAPI app. Who may call it as which tenant is the host's business."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from torch import Tensor
+
+from come.errors import ComeError
+from come.serve.errors import RequestError
+from come.serve.metrics import BUCKETS, Metrics
+from come.serve.service import DTYPES, Answer, Service
+
+LEAST_BODY = 2**20
+"""Bytes that a body may always have; more if `max_samples` samples take more."""
+PATIENCE = 30.0
+"""Seconds for a body to arrive, and for an answer to be found."""
+ITEMS = {"float32": 4, "uint8": 1}
+
+
+class Backend(Protocol):
+    """What answers: a service in this process, or replicas elsewhere."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    max_samples: int
+
+    async def ask(self, what: str, *arguments: Any) -> Any:
+        """As `Service.ask`; of "metrics" a list, one for each service."""
+
+    async def ready(self) -> bool:
+        """Whether requests are answered now."""
+
+    def close(self) -> None:
+        """At the end of the app."""
+
+
+class Local:
+    """A `Service` of this process, for an event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.shape, self.dtype, self.max_samples = service.shape, service.dtype, service.max_samples
+
+    async def ask(self, what: str, *arguments: Any) -> Any:
+        """See `Service.ask`."""
+        found = await asyncio.wrap_future(self._service.ask(what, *arguments))
+        return [found] if what == "metrics" else found
+
+    async def ready(self) -> bool:
+        """See `Service.ready`."""
+        return self._service.ready
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        self._service.close()
+
+
+def create(backend: Service | Backend) -> FastAPI:
+    """The app: predict, health, reset and delete of tenants, metrics, liveness and readiness.
+
+    When the app shuts down, the service is closed: waiting requests are answered and all states written.
+
+    Example:
+        >>> from fastapi.testclient import TestClient
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        >>> with TestClient(create(Service(model, shape=(4,)))) as client:
+        ...     answer = client.post("/v1/tenants/north/predict", json={"inputs": [[0.1, 0.2, 0.3, 0.4]]})
+        ...     sorted(answer.json())
+        ['abstain', 'adapted', 'labels', 'uncertainty', 'valid']
+    """
+    behind: Backend = Local(backend) if isinstance(backend, Service) else backend
+    largest = max(LEAST_BODY, behind.max_samples * math.prod(behind.shape) * ITEMS[behind.dtype])
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(behind.close)
+
+    app = FastAPI(title="come", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(ComeError)
+    async def refused(_: Request, error: ComeError) -> JSONResponse:
+        status = error.status if isinstance(error, RequestError) else 400
+        headers = {"Retry-After": "1"} if status in (429, 503) else None
+        return JSONResponse({"error": str(error)}, status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse({"error": "a parameter of the query is not what it must be: logits=true or false"}, 400)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+    @app.post("/v1/tenants/{name}/predict")
+    async def predict(name: str, request: Request, logits: bool = False) -> Response:
+        x = await _samples(request, behind, largest)
+        answer: Answer = await _patiently(behind.ask("predict", name, x))
+        found = {key: value for key, value in answer._asdict().items() if key != "logits"}
+        found["uncertainty"] = [round(u, 6) for u in answer.uncertainty]
+        if logits:
+            found["logits"] = [[z if math.isfinite(z) else None for z in row] for row in answer.logits.tolist()]
+        return JSONResponse(found)
+
+    @app.get("/v1/tenants/{name}/health")
+    async def health(name: str) -> Response:
+        found = await _patiently(behind.ask("health", name))
+        numbers = {key: v if not isinstance(v, float) or math.isfinite(v) else None for key, v in found.items()}
+        return JSONResponse(numbers)
+
+    @app.post("/v1/tenants/{name}/reset")
+    async def reset(name: str) -> Response:
+        await _patiently(behind.ask("reset", name))
+        return Response(status_code=204)
+
+    @app.delete("/v1/tenants/{name}")
+    async def delete(name: str) -> Response:
+        await _patiently(behind.ask("delete", name))
+        return Response(status_code=204)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(exposition(await _patiently(behind.ask("metrics"))), media_type="text/plain; version=0.0.4")
+
+    @app.get("/healthz")
+    async def alive() -> Response:
+        return JSONResponse({"alive": True})
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        yes = await _patiently(behind.ready())
+        return JSONResponse({"ready": yes}, 200 if yes else 503)
+
+    return app
+
+
+async def _patiently(waiting: Any) -> Any:
+    try:
+        return await asyncio.wait_for(waiting, PATIENCE)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise RequestError(f"no answer within {PATIENCE:g} seconds; try again later", 503) from None
+
+
+async def _samples(request: Request, behind: Backend, largest: int) -> Tensor:
+    """The samples in the body of a request, (n, ...), not checked further."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in ("application/octet-stream", "application/json"):
+        raise RequestError("the content type must be application/octet-stream or application/json", 415)
+    body = await _patiently(_body(request, largest))
+    if kind == "application/json":
+        return await run_in_threadpool(_from_json, body, behind.dtype)
+    return _from_bytes(body, request.headers.get("x-shape"), request.headers.get("x-dtype"), behind.dtype)
+
+
+async def _body(request: Request, largest: int) -> bytearray:
+    body, too_large = bytearray(), RequestError(f"a body may have {largest} bytes at most", 413)
+    try:
+        if int(request.headers.get("content-length", 0)) > largest:
+            raise too_large
+    except ValueError:
+        raise RequestError("the content length must be a number") from None
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > largest:
+                raise too_large
+    except ClientDisconnect:
+        raise RequestError("the body ended early") from None
+    return body
+
+
+def _from_bytes(body: bytearray, shape: str | None, dtype: str | None, expected: str) -> Tensor:
+    """Little-endian values, the last dimension first."""
+    if dtype != expected:
+        raise RequestError(
+            f"the header X-Dtype must be {expected}, got {'none' if dtype is None else repr(dtype[:20])}"
+        )
+    try:
+        sides = [int(side) for side in (shape or "")[:200].split(",")]
+    except ValueError:
+        raise RequestError("the header X-Shape must list the shape of the samples, such as 8,3,32,32") from None
+    if min(sides) < 1 or math.prod(sides) * ITEMS[expected] != len(body):
+        raise RequestError(
+            f"the body must have {ITEMS[expected]} bytes for each value of X-Shape, got {len(body)} bytes"
+        )
+    return torch.frombuffer(body, dtype=DTYPES[expected]).reshape(sides)
+
+
+def _from_json(body: bytearray, dtype: str) -> Tensor:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        raise RequestError("the body is not JSON") from None
+    inputs = found.get("inputs") if isinstance(found, dict) else None
+    if not isinstance(inputs, list):
+        raise RequestError('the body must be {"inputs": [...]}, nested lists of numbers')
+    try:
+        x = torch.tensor(inputs)
+        if dtype == "uint8" and (x.is_floating_point() or bool(((x < 0) | (x > 255)).any())):
+            raise RequestError("inputs must be whole numbers from 0 to 255")
+        return x.to(DTYPES[dtype])
+    except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError):
+        raise RequestError("inputs must be nested lists of numbers, all of the same length") from None
+
+
+class _Collector:
+    def __init__(self, families: Sequence[Any]) -> None:
+        self.families = families
+
+    def collect(self) -> Sequence[Any]:
+        return self.families
+
+
+def exposition(found: Sequence[Metrics]) -> bytes:
+    """Metrics of one or more services in Prometheus' text format."""
+    families: dict[str, Any] = {}
+    for one in (metric for part in found for metric in part.values):
+        make: Callable[..., Any] = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
+        family = families.setdefault(one.name, make(one.name, one.help, labels=list(one.labels)))
+        family.add_metric(list(one.labels.values()), one.value)
+    counts, spent = [0] * (len(BUCKETS) + 1), 0.0
+    for part in found:
+        counts = [a + b for a, b in zip(counts, part.answered, strict=True)]
+        spent += part.seconds
+    bounds = [*(str(bound) for bound in BUCKETS), "+Inf"]
+    buckets = [(bound, float(sum(counts[: i + 1]))) for i, bound in enumerate(bounds)]
+    text = "Seconds from a request to its answer"
+    seconds = HistogramMetricFamily("come_serve_answer_seconds", text, buckets=buckets, sum_value=spent)
+    registry = CollectorRegistry()
+    registry.register(_Collector([*families.values(), seconds]))
+    return generate_latest(registry)

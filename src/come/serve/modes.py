@@ -1,0 +1,102 @@
+"""When a tenant adapts: with each answer, after it, with every n-th, or while its data has shifted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from come.errors import ConfigError, shown
+
+KINDS = ("inline", "after", "every", "shift", "never")
+FIRST = 64
+"""Samples of a tenant that its reference is taken from, unless one is given."""
+RECENT = 32
+"""Samples that the recent mean looks back, about."""
+BEGINS, ENDS = 0.5, 0.25
+"""A shift begins and ends where the recent mean is so many standard deviations above the reference. The mean of independent
+samples of the reference strays by 0.13 of them, so 0.5 is four times its own noise."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """When to adapt.
+
+    Example:
+        >>> Mode.of("every:4")
+        Mode(kind='every', n=4, reference=None)
+        >>> Mode.of("shift:0.3,0.1").reference
+        (0.3, 0.1)
+    """
+
+    kind: str = "inline"
+    n: int = 1
+    reference: tuple[float, float] | None = None
+    """Mean and standard deviation of the uncertainty on data without a shift; None: of a tenant's first 64 samples."""
+
+    @classmethod
+    def of(cls, text: str) -> Mode:
+        """Read "inline", "after", "every:N", "shift", "shift:MEAN,STD" or "never"."""
+        kind, given, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
+        try:
+            if kind == "every" and int(rest) >= 1:
+                return cls(kind, int(rest))
+            if kind == "shift" and given:
+                mean, std = (float(value) for value in rest.split(","))
+                if 0 <= mean <= 1 and 0 < std <= 1:
+                    return cls(kind, reference=(mean, std))
+            elif kind in KINDS and kind != "every" and not given:
+                return cls(kind)
+        except ValueError:
+            pass
+        raise ConfigError(
+            f"adapt must be inline, after, every:N with N >= 1, shift, shift:MEAN,STD or never, got {shown(text)}"
+        )
+
+
+@dataclass
+class Signal:
+    """Whether a tenant's data has shifted, by the uncertainty of its answers.
+
+    The reference is the mean and standard deviation over its first 64 samples, or given. A shift begins when the recent
+    mean, an exponential average over about 32 samples, is half a standard deviation above the reference, and ends at a quarter.
+
+    Example:
+        >>> signal = Signal(count=64, mean=0.2, squares=64 * 0.1**2, recent=0.2)
+        >>> signal.update([0.2] * 8), signal.update([0.5] * 8), signal.update([0.2] * 64)
+        (False, True, False)
+    """
+
+    count: int = 0
+    """Samples in the reference."""
+    mean: float = 0.0
+    squares: float = 0.0
+    """Sum of the squared distances from the mean."""
+    recent: float = 0.0
+    shifted: bool = False
+
+    @classmethod
+    def given(cls, reference: tuple[float, float] | None) -> Signal:
+        """Before the first sample."""
+        if reference is None:
+            return cls()
+        mean, std = reference
+        return cls(FIRST, mean, std * std * FIRST, mean)
+
+    def update(self, uncertainties: Iterable[float]) -> bool:
+        """Take up the uncertainties of some samples; returns whether there is a shift."""
+        for u in uncertainties:
+            if not math.isfinite(u):
+                continue
+            if self.count < FIRST:
+                self.count += 1
+                distance = u - self.mean
+                self.mean += distance / self.count
+                self.squares += distance * (u - self.mean)
+                self.recent = self.mean
+                continue
+            self.recent += (u - self.recent) / RECENT
+            above = self.recent - self.mean
+            std = max(math.sqrt(self.squares / self.count), 1e-6)
+            self.shifted = above > (ENDS if self.shifted else BEGINS) * std
+        return self.shifted

@@ -1,0 +1,558 @@
+"""The engine of a server, without any web: requests of many tenants in, one step of a `come.Fleet` for all, answers out.
+
+One thread owns the fleet and all that is known of tenants. It collects requests for a few milliseconds, takes at most one of
+each tenant, and runs them together. So one request is one step, and what a tenant is answered follows from its own requests
+alone, whatever others send.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from come.errors import ComeError, ConfigError, InputError, require, require_int, require_number, shown
+from come.fleet import Fleet
+from come.inputs import answered
+from come.serve.errors import RequestError, check_name
+from come.serve.metrics import Counts, Metric, Metrics
+from come.serve.modes import Mode
+from come.serve.states import States, part_of
+from come.serve.tenants import Tenant, Tenants
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+log = logging.getLogger("come.serve")
+
+DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
+SHARE = 4
+"""One tenant may fill 1/4 of the queue."""
+
+
+class Answer(NamedTuple):
+    """What a request is answered with; lists have one entry for each of its n samples."""
+
+    labels: list[int]
+    uncertainty: list[float]
+    """In [0, 1], see `come.Objective.uncertainty`."""
+    abstain: list[bool]
+    """The sample is invalid, or its uncertainty above `abstain_above`: do not rely on the label."""
+    valid: list[bool]
+    """False if the guard found the sample absurd, or the model could not answer it."""
+    logits: Tensor
+    """(n, K), on the CPU."""
+    adapted: bool
+    """Whether the tenant adapts to these samples."""
+
+
+@dataclass
+class _Request:
+    name: str
+    x: Tensor
+    future: Future[Answer] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class _Command:
+    """Something else that the thread of the fleet is to do."""
+
+    name: str
+    run: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+    def do(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.run())
+        except RequestError as error:
+            self.future.set_exception(error)
+        except Exception as error:
+            log.exception("a command failed")
+            self.future.set_exception(
+                RequestError(f"the server failed ({type(error).__name__}); its log says why", 500)
+            )
+
+
+class Service:
+    """Answers requests of many tenants with one model; each tenant adapts by itself.
+
+    Threads may call it at will. Use it in a `with` block, or `close` it: waiting requests are answered and states written.
+
+    Args:
+        model: as in `come.Fleet`, on the device where it is to run.
+        method: as in `come.Fleet`.
+        shape: of one sample as clients send it, e.g. (3, 224, 224).
+        dtype: of samples as clients send them: "float32", or "uint8" together with `preprocess`.
+        preprocess: makes a batch (B, *shape) the model's input, each sample by itself. None: it is that already.
+        adapt: "inline": the answer is that of the adapting step. "after": answer first, adapt when nobody waits, and before
+            the tenant's next answer. "every:N": adapt with
+            every N-th request of a tenant. "shift" or "shift:MEAN,STD": adapt while a tenant's uncertainty is above its
+            reference, see `come.serve.modes.Signal`. "never".
+        state: a folder for states, which must exist. None: they are in memory only, and gone with the process.
+        tenants: so many tenants at most, on disk included.
+        resident: so many of them in memory; the least recently used are written to `state` and forgotten. None: all.
+        write_every: seconds until a change is on disk; 0: before the answer.
+        max_batch: samples that are run together, unless one request holds more.
+        max_wait: seconds that a request waits for others.
+        max_samples: samples of one request.
+        max_queue: samples that wait; one tenant may have a quarter of them.
+        abstain_above: abstain from samples whose uncertainty is above this; None: from invalid ones only.
+        labels: so many tenants have metrics of their own.
+        part: this server's part of the tenants, from 0; see `come.serve.states`.
+        parts: how many servers share `state`.
+        **more: objective, guard, precision, channels_last and hyperparameters, as in `come.Fleet`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+        >>> with Service(model, "tent", shape=(4,), abstain_above=0.9) as service:
+        ...     answers = [service.predict(name, torch.randn(2, 4)) for name in ("north", "south")]
+        ...     service.health("north")["steps"], answers[0].logits.shape, len(answers[1].abstain)
+        (1.0, torch.Size([2, 3]), 2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Any = "tent",
+        *,
+        shape: Sequence[int],
+        dtype: str = "float32",
+        preprocess: Callable[[Tensor], Tensor] | None = None,
+        adapt: str | Mode = "inline",
+        state: str | PathLike[str] | None = None,
+        tenants: int = 1000,
+        resident: int | None = None,
+        write_every: float = 10.0,
+        max_batch: int = 64,
+        max_wait: float = 0.002,
+        max_samples: int = 64,
+        max_queue: int = 1024,
+        abstain_above: float | None = None,
+        labels: int = 100,
+        part: int = 0,
+        parts: int = 1,
+        **more: Any,
+    ) -> None:
+        resident = tenants if resident is None else resident
+        counted = {"tenants": tenants, "resident": resident, "max_batch": max_batch, "max_samples": max_samples}
+        for name, value in (counted | {"max_queue": max_queue, "parts": parts}).items():
+            require_int(name, value, 1)
+        require_int("labels", labels, 0)
+        for name, seconds in (("write_every", write_every), ("max_wait", max_wait)):
+            limit = "a number of seconds >= 0"
+            require(require_number(name, seconds, limit) and 0 <= seconds < math.inf, name, seconds, limit)
+        if abstain_above is not None:
+            limit = "a number in [0, 1], or None"
+            good = require_number("abstain_above", abstain_above, limit) and 0 <= abstain_above <= 1
+            require(good, "abstain_above", abstain_above, limit)
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be float32 or uint8, got {shown(dtype)}")
+        if dtype == "uint8" and preprocess is None:
+            raise ConfigError("dtype='uint8' needs preprocess=, which makes such a batch the model's input")
+        self.shape = tuple(shape)
+        require(bool(self.shape), "shape", shape, "the shape of one sample, without the batch")
+        for side in self.shape:
+            require_int("shape", side, 1)
+        if max_samples > max_queue // SHARE:
+            raise ConfigError(f"max_queue must be >= {SHARE} * max_samples = {SHARE * max_samples}, got {max_queue}")
+        if state is None and resident < tenants:
+            raise ConfigError(
+                f"resident={resident} < tenants={tenants} needs a state folder for the others; give state="
+            )
+        self.dtype, self.max_samples = dtype, max_samples
+        self.mode = adapt if isinstance(adapt, Mode) else Mode.of(adapt)
+        self._preprocess, self._abstain_above = preprocess, abstain_above
+        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
+        self._resident, self._part, self._parts = resident, part, parts
+        self._writes_first = write_every == 0
+        self._device = next(model.parameters()).device
+        self._fleet = Fleet(model, method, **more)
+        self._try()
+        states = None if state is None else States(Path(state), part, parts)
+        self._tenants = Tenants(self._fleet, self.mode, states, tenants, resident, write_every)
+        self._counts = Counts(labels)
+        self._refused = self._failed = 0
+        self._news = threading.Condition()
+        """Guards the queue:"""
+        self._waiting: deque[_Request | _Command] = deque()
+        self._urgent: deque[_Command] = deque()
+        self._queued, self._queued_of = 0, Counter[str]()
+        """Samples that wait, and those of each tenant."""
+        self._closing = False
+        self._later: dict[str, _Request] = {}
+        """Answered requests that their tenants are still to adapt to, one of each; of the thread of the fleet."""
+        self._worker = threading.Thread(target=self._work, name="come-serve", daemon=True)
+        self._worker.start()
+
+    def _try(self) -> None:
+        """Run the model once, so that a wrong shape is an error of the host and not of its tenants."""
+        x = torch.rand(2, *self.shape, generator=torch.Generator().manual_seed(0))
+        try:
+            self._source((x * 255).to(torch.uint8) if self.dtype == "uint8" else x)
+        except ConfigError:
+            raise
+        except Exception as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"the model does not take samples of shape {self.shape} in {self.dtype}: {said}"
+            ) from error
+
+    def _source(self, x: Tensor) -> Tensor:
+        """Logits of the source model."""
+        free = next(name for name in map(str, itertools.count()) if name not in self._fleet)
+        self._fleet.open(free)
+        try:
+            return self._fleet.predict(self._input([x]), free)
+        finally:
+            self._fleet.close(free)
+
+    # ---- requests ----
+
+    def predict(self, name: str, x: Tensor) -> Answer:
+        """Answer some samples of a tenant, and adapt to them as `adapt` says.
+
+        Args:
+            name: of the tenant, 1 to 128 letters, digits and `_ . @ + : = -`, no dot first.
+            x: (n, *shape) in `dtype`, n from 1 to `max_samples`, finite.
+        """
+        return cast(Answer, self.ask("predict", name, x).result())
+
+    def health(self, name: str) -> dict[str, Any]:
+        """Counters and gauges of a tenant, as `come.Fleet.health`; of one on disk, that it is there."""
+        return cast(dict[str, Any], self.ask("health", name).result())
+
+    def reset(self, name: str) -> None:
+        """Put a tenant back to the source model, on disk too."""
+        self.ask("reset", name).result()
+
+    def delete(self, name: str) -> None:
+        """Forget a tenant, on disk too; its next request begins at the source model."""
+        self.ask("delete", name).result()
+
+    def metrics(self) -> Metrics:
+        """Counters and gauges, of the service and of up to `labels` tenants; all others are one, "(other)"."""
+        return cast(Metrics, self.ask("metrics").result())
+
+    def uncertainty(self, x: Tensor) -> tuple[float, float]:
+        """Mean and standard deviation of the source model's uncertainty on samples (n, *shape): the reference of "shift"."""
+        return cast("tuple[float, float]", self.ask("uncertainty", x).result())
+
+    def ask(self, what: str, *arguments: Any) -> Future[Any]:
+        """Call "predict", "health", "reset", "delete", "metrics" or "uncertainty" without waiting for what it returns.
+
+        What is wrong with a request is raised at once, as a `RequestError`.
+        """
+        if what in ("predict", "health", "reset", "delete"):
+            self._check_name(arguments[0])
+        if what == "predict":
+            return self._enqueue(*arguments)
+        run: Callable[..., Any] = getattr(self, f"_{what}")
+        ordered = what in ("reset", "delete")  # after the requests before it
+        command = _Command(arguments[0] if ordered else "", lambda: run(*arguments))
+        with self._news:
+            self._check_open()
+            (self._waiting if ordered else self._urgent).append(command)
+            self._news.notify()
+        return command.future
+
+    def _enqueue(self, name: str, x: Tensor) -> Future[Answer]:
+        if not isinstance(x, Tensor) or x.dtype != DTYPES[self.dtype]:
+            found = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+            raise RequestError(f"samples must be {self.dtype}, got {found}")
+        if x.ndim == 0 or tuple(x.shape[1:]) != self.shape:
+            raise RequestError(f"samples must have shape (n, {', '.join(map(str, self.shape))}), got {tuple(x.shape)}")
+        if not 1 <= len(x) <= self.max_samples:
+            status = 413 if len(x) else 400
+            raise RequestError(f"a request must hold 1 to {self.max_samples} samples, got {len(x)}", status)
+        if self.dtype == "float32" and not bool(x.isfinite().all()):
+            raise RequestError("samples must be finite, got NaN or infinity")
+        request = _Request(name, x)
+        with self._news:
+            self._check_open()
+            if self._queued + len(x) > self._max_queue:
+                self._refused += 1
+                raise RequestError("the server is busy; try again later", 503)
+            if self._queued_of[name] + len(x) > self._max_queue // SHARE:
+                self._refused += 1
+                raise RequestError("this tenant has too many requests waiting; try again later", 429)
+            self._queued += len(x)
+            self._queued_of[name] += len(x)
+            self._waiting.append(request)
+            self._news.notify()
+        return request.future
+
+    def _check_name(self, name: str) -> None:
+        check_name(name)
+        if part_of(name, self._parts) != self._part:
+            raise RequestError(f"this tenant does not belong to this server, part {self._part} of {self._parts}", 421)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RequestError("the server is shutting down; try again later", 503)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its threads run."""
+        return self._worker.is_alive() and self._tenants.alive
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are answered now."""
+        return self.alive and not self._closing and self._queued < self._max_queue
+
+    def close(self) -> None:
+        """Refuse new requests, answer those that wait, write all states, and let another server have the folder."""
+        with self._news:
+            self._closing = True
+            self._news.notify()
+        self._worker.join()
+
+    def __enter__(self) -> Self:
+        """Enter a `with` block; at its end the service is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # ---- the thread of the fleet: what comes next ----
+
+    def _work(self) -> None:
+        while True:
+            commands, batch = self._next()
+            if self._closing and not (commands or batch or self._later):
+                break
+            for command in commands:
+                command.do()
+            try:
+                if batch:
+                    self._answer(batch)
+                elif not commands:  # nobody waits; one at a time, so that who comes now does not wait long
+                    self._catch_up(list(self._later)[:1])
+                self._tenants.write_due()
+            except Exception as error:
+                log.exception("a batch of %d requests failed", len(batch))
+                for one in batch:
+                    if not one.future.done():
+                        self._fail(one, error)
+        self._tenants.close()
+
+    def _next(self) -> tuple[list[_Command], list[_Request]]:
+        """Wait for something to do; nothing, if a state is due to be written or the service ends."""
+        with self._news:
+            while not (self._urgent or self._waiting or self._closing or self._later):
+                if not self._news.wait(timeout=self._tenants.until_due()):
+                    return [], []
+            if self._urgent:
+                commands = list(self._urgent)
+                self._urgent.clear()
+                return commands, []
+            if self._waiting and isinstance(first := self._waiting[0], _Request):
+                latest = first.arrived + self._max_wait
+                while self._queued < self._max_batch and not (self._urgent or self._closing):
+                    if (left := latest - time.monotonic()) <= 0 or not self._news.wait(timeout=left):
+                        break
+            elif self._waiting:
+                return [cast(_Command, self._waiting.popleft())], []
+            return [], self._take()
+
+    def _take(self) -> list[_Request]:
+        """The next requests, in their order, at most one of each tenant, and none that must wait for a command."""
+        batch, samples, seen, later = list[_Request](), 0, set[str](), deque[_Request | _Command]()
+        while self._waiting and len(batch) < self._resident:
+            one = self._waiting.popleft()
+            if isinstance(one, _Command) or one.name in seen:
+                later.append(one)
+            elif batch and samples + len(one.x) > self._max_batch:
+                later.append(one)
+                break
+            else:
+                self._queued -= len(one.x)
+                self._queued_of[one.name] -= len(one.x)
+                if not self._queued_of[one.name]:
+                    del self._queued_of[one.name]
+                if one.future.set_running_or_notify_cancel():
+                    batch.append(one)
+                    samples += len(one.x)
+            seen.add(one.name)
+        self._waiting.extendleft(reversed(later))
+        return batch
+
+    # ---- answers ----
+
+    def _answer(self, batch: list[_Request]) -> None:
+        names, opened = {one.name for one in batch}, list[tuple[_Request, Tenant]]()
+        evicting = len(names - self._tenants.here.keys()) + len(self._tenants.here) > self._resident
+        self._catch_up([name for name in self._later if evicting or name in names])
+        for one in batch:
+            try:
+                opened.append((one, self._tenants.bring(one.name, keep=names)))
+            except Exception as error:
+                self._fail(one, error)
+        adapting = [one for one, tenant in opened if self._adapts(tenant)]
+        done = self._run(adapting, True)
+        done += self._run([one for one, tenant in opened if one not in adapting], False)
+        for one, answer in done:
+            if self._writes_first and not self._written(one):
+                continue
+            self._counts.answer(one.name, len(one.x), sum(answer.abstain), time.monotonic() - one.arrived)
+            one.future.set_result(answer)
+        if self.mode.kind == "after":
+            self._later |= {one.name: one for one, _ in done if one.future.exception() is None}
+            if sum(len(one.x) for one in self._later.values()) >= self._max_batch:
+                self._catch_up(list(self._later))
+        for one, tenant in opened:
+            if not tenant.requests:  # its first request failed: it leaves nothing
+                self._tenants.forget(one.name)
+
+    def _adapts(self, tenant: Tenant) -> bool:
+        """Whether the answer is to be that of an adapting step."""
+        if self.mode.kind == "every":
+            return (tenant.requests + 1) % self.mode.n == 0
+        return self.mode.kind == "inline" or (self.mode.kind == "shift" and tenant.signal.shifted)
+
+    def _catch_up(self, names: list[str]) -> None:
+        """Adapt tenants to what they were answered."""
+        for one, _ in self._run([self._later.pop(name) for name in names if name in self._later], True):
+            if self._writes_first:
+                self._written(one)
+
+    def _run(self, requests: list[_Request], step: bool) -> list[tuple[_Request, Answer]]:
+        """Run some requests together; if that fails, one by one, so that each has its own error only."""
+        if not requests:
+            return []
+        try:
+            done = list(zip(requests, self._together(requests, step), strict=True))
+        except Exception as error:
+            if len(requests) > 1:
+                return [found for one in requests for found in self._run([one], step)]
+            self._fail(requests[0], error)
+            return []
+        for one, answer in done:
+            tenant, again = self._tenants.here[one.name], step and self.mode.kind == "after"
+            valid = [u for u, good in zip(answer.uncertainty, answer.valid, strict=True) if good]
+            self._tenants.learn(tenant, None if again else valid, step)
+            self._counts.of(one.name)["steps"] += step
+        return done
+
+    def _together(self, requests: list[_Request], step: bool) -> list[Answer]:
+        names = [one.name for one in requests for _ in range(len(one.x))]
+        x = self._input([one.x for one in requests])
+        if step:
+            logits, _, _, valid = self._fleet.step(x, names)
+        else:
+            logits, valid = self._fleet.predict(x, names), None
+        good = answered(logits) if valid is None else answered(logits) & valid
+        u = self._fleet.uncertainty(logits).nan_to_num(1.0)
+        abstain = ~good if self._abstain_above is None else ~good | (u > self._abstain_above)
+        logits = logits.float().cpu()
+        labels, us, abstains, goods = (value.tolist() for value in (logits.argmax(dim=1), u, abstain, good))
+        adapted, answers, begin = step or self.mode.kind == "after", list[Answer](), 0
+        for one in requests:
+            at = slice(begin, begin := begin + len(one.x))
+            answers.append(Answer(labels[at], us[at], abstains[at], goods[at], logits[at].clone(), adapted))
+        return answers
+
+    def _input(self, parts: Sequence[Tensor]) -> Tensor:
+        x = torch.cat(tuple(parts)).to(self._device)
+        return x if self._preprocess is None else self._preprocess(x)
+
+    def _written(self, one: _Request) -> bool:
+        """Whether the state is on disk now; if not, the request fails, and the step is written later."""
+        try:
+            self._tenants.write(self._tenants.here[one.name])
+        except ComeError as error:
+            self._fail(one, error)
+            return False
+        return True
+
+    def _fail(self, one: _Request, error: Exception) -> None:
+        self._failed += 1
+        if one.future.done():  # the step after an answer
+            log.error("tenant %s did not adapt: %s", one.name, error)
+        elif isinstance(error, RequestError):
+            one.future.set_exception(error)
+        elif isinstance(error, InputError):
+            one.future.set_exception(RequestError(str(error)))
+        else:
+            log.error("a request of tenant %s failed", one.name, exc_info=error)
+            one.future.set_exception(RequestError("the server could not run this request; its log says why", 500))
+
+    # ---- commands ----
+
+    def _reset(self, name: str) -> None:
+        self._later.pop(name, None)
+        self._tenants.reset(name)
+
+    def _delete(self, name: str) -> None:
+        self._later.pop(name, None)
+        self._tenants.delete(name)
+        self._counts.by_tenant.pop(name, None)
+
+    def _uncertainty(self, x: Tensor) -> tuple[float, float]:
+        u = self._fleet.uncertainty(self._source(x))
+        return float(u.mean()), float(u.std())
+
+    def _health(self, name: str) -> dict[str, Any]:
+        self._tenants.check_known(name)
+        self._catch_up([name])
+        tenant = self._tenants.here.get(name)
+        if tenant is None:
+            return {"resident": False}
+        about = {"resident": True, "requests": tenant.requests, "unwritten_steps": tenant.unwritten}
+        if self.mode.kind == "shift":
+            about |= {"shifted": tenant.signal.shifted}
+        return about | {"uncertainty": tenant.signal.recent} | self._fleet.health(name)
+
+    def _metrics(self) -> Metrics:
+        part, here, counts = {"part": str(self._part)}, self._tenants.here, self._tenants.counts
+        unwritten = sum(tenant.unwritten for tenant in here.values()) + len(self._later)
+        found = [
+            Metric(kind, f"come_serve_{name}", text, part, float(value))
+            for kind, name, text, value in (
+                ("gauge", "tenants", "Tenants, on disk included", len(self._tenants)),
+                ("gauge", "resident_tenants", "Tenants in memory", len(here)),
+                ("gauge", "queued_samples", "Samples that wait", self._queued),
+                (
+                    "gauge",
+                    "unwritten_steps",
+                    "Steps that a kill would lose now",
+                    unwritten,
+                ),
+                ("counter", "refused", "Requests refused because the queue was full", self._refused),
+                ("counter", "failed", "Requests, and steps after an answer, that failed", self._failed),
+                ("counter", "evicted", "Tenants moved from memory to disk", counts["evicted"]),
+                ("counter", "restored", "Tenants read from disk", counts["restored"]),
+                ("counter", "written", "States written", counts["written"]),
+                ("counter", "write_errors", "States that could not be written", counts["write_errors"]),
+            )
+        ]
+        for name, counter in self._counts.by_tenant.items():
+            values = {("counter", key): counter[key] for key in ("requests", "samples", "abstained", "steps")}
+            if (tenant := here.get(name)) is not None:
+                health = self._fleet.health(name) | {"unwritten_steps": tenant.unwritten}
+                health |= {"uncertainty": tenant.signal.recent, "shifted": tenant.signal.shifted}
+                gauges = ("uncertainty", "shifted", "unwritten_steps", "agreement", "lr_scale", "collapse")
+                values |= {("gauge", key): health[key] for key in gauges if key in health}
+            for (kind, key), value in values.items():
+                text = f"Of a tenant: {key.replace('_', ' ')}"
+                found.append(Metric(kind, f"come_serve_tenant_{key}", text, part | {"tenant": name}, float(value)))
+        return Metrics(found, list(self._counts.answered), self._counts.seconds)

@@ -1,0 +1,148 @@
+"""The folder where tenants' states are kept: one file each, written atomically by the one server that owns it.
+
+A tenant belongs to part sha256(name) mod `parts`. A server owns one part and holds its lock while it lives, so two servers
+never write the same tenant. The system frees the lock of a killed process. Another number of parts can only be chosen
+while no server uses the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from come import saving
+from come.errors import ConfigError, StateError, require_int
+from come.files import replacing, settle
+
+INDEX, FORMAT = "serve.json", "come-serve-1"
+SUFFIX = ".safetensors"
+
+
+def key_of(name: str) -> str:
+    """The file of a tenant without its ending: the same length for every name, and no two alike where case is ignored."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def part_of(name: str, parts: int) -> int:
+    """The part that a tenant belongs to.
+
+    Example:
+        >>> part_of("north", 4) == part_of("north", 4) < 4
+        True
+    """
+    return _part(key_of(name), parts)
+
+
+def _part(key: str, parts: int) -> int:
+    return int(key[:16], 16) % parts
+
+
+class States:
+    """The files of one part of a state folder, and its lock.
+
+    Args:
+        folder: it must exist, and be one that all servers see.
+        part: which of the parts, from 0.
+        parts: how many servers share the folder.
+        wait: seconds to wait for a lock, e.g. of a server that is just ending.
+    """
+
+    def __init__(self, folder: Path, part: int = 0, parts: int = 1, wait: float = 5.0) -> None:
+        require_int("parts", parts, 1)
+        require_int("part", part, 0)
+        if part >= parts:
+            raise ConfigError(f"part must be smaller than parts={parts}, got {part}")
+        if not folder.is_dir():
+            raise ConfigError(f"the state folder {folder} does not exist; create it first")
+        self.folder, self.part, self.parts = folder, part, parts
+        self._lock = self._lock_of(part)
+        try:
+            self._lock.acquire(timeout=wait)
+        except Timeout:
+            raise ConfigError(
+                f"part {part} of the state folder {folder} is in use by another server; end that one, or choose another "
+                "folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot lock the state folder {folder}: {error.strerror}; choose another") from error
+        try:
+            with FileLock(folder / ".start.lock"):
+                self._agree()
+        except BaseException:
+            self._lock.release()
+            raise
+        for left in folder.glob(f".*{SUFFIX}.*.tmp"):  # of a killed server: the part is ours alone now
+            if self._mine(left.name[1:65]):
+                left.unlink(missing_ok=True)
+
+    def _lock_of(self, part: int) -> FileLock:
+        return FileLock(self.folder / f".part-{part}.lock", thread_local=False)
+
+    def _agree(self) -> None:
+        """See that all servers of the folder count the same parts; only a server that is alone may change their number."""
+        index = self.folder / INDEX
+        before = self._parts_before(index)
+        if before == self.parts:
+            return
+        with contextlib.ExitStack() as held:
+            for other in range(before):
+                try:
+                    if other != self.part:
+                        held.enter_context(self._lock_of(other).acquire(timeout=0))
+                except Timeout:
+                    raise ConfigError(
+                        f"the state folder {self.folder} is in use by {before} servers; end them before another number of "
+                        f"servers ({self.parts}) takes it over"
+                    ) from None
+            with replacing(index) as beside:
+                beside.write_text(json.dumps({"format": FORMAT, "parts": self.parts}))
+
+    def _parts_before(self, index: Path) -> int:
+        if not index.exists():
+            return 0
+        try:
+            found = json.loads(index.read_text())
+            if found["format"] == FORMAT and 1 <= int(found["parts"]) <= 100_000:
+                return int(found["parts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        raise ConfigError(f"{index} is damaged; delete it when no server uses the folder")
+
+    def _mine(self, key: str) -> bool:
+        return len(key) == 64 and not set(key) - set("0123456789abcdef") and _part(key, self.parts) == self.part
+
+    def keys(self) -> set[str]:
+        """Keys of this part's tenants that have a file."""
+        files = (path.name for path in self.folder.glob(f"*{SUFFIX}"))
+        return {name[: -len(SUFFIX)] for name in files if self._mine(name[: -len(SUFFIX)])}
+
+    def path(self, name: str) -> Path:
+        """The file of a tenant."""
+        return self.folder / f"{key_of(name)}{SUFFIX}"
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a packed state, atomically."""
+        saving.put(self.path(name), data)
+
+    def note(self, name: str) -> dict[str, object]:
+        """What was written beside a tenant's state; a file of another tenant is refused."""
+        try:
+            found = json.loads(saving.note_of(self.path(name)))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or found.get("tenant") != name:
+            raise StateError(f"{self.path(name)} is not the state of tenant {name!r}; delete it, or use an older copy")
+        return found
+
+    def remove(self, name: str) -> None:
+        """Delete the state of a tenant."""
+        self.path(name).unlink(missing_ok=True)
+        settle(self.folder)
+
+    def close(self) -> None:
+        """Let another server have the part."""
+        self._lock.release()
