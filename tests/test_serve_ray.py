@@ -20,7 +20,7 @@ import come
 from come.serve.states import key_of, part_of
 from come.testing import NORMS, TinyClassifier, batches
 
-if importlib.util.find_spec("ray") is None:
+if any(importlib.util.find_spec(name) is None for name in ("ray", "aiohttp", "watchfiles")):  # what ray[serve] brings
     pytest.skip("needs ray[serve]", allow_module_level=True)
 SCRIPT = Path(__file__).parent / "harness" / "serving_on_ray.py"
 X = batches(8, size=2, seed=5)
