@@ -263,16 +263,15 @@ def test_a_step_that_fails_has_not_happened_for_any_stream(make, monkeypatch):
     xs = stream(3, size=5)
     fleet(xs[0], list("01010"))
     before = {n: fleet.adapted_parameters(n) for n in "01"}
-    calls = []
-    together = come.Fleet._together
+    calls, ran = [], come.Fleet._ran
 
     def fails(self, *args):
         calls.append(1)
         if len(calls) == 2:  # the second group of the batch
             raise KeyboardInterrupt
-        return together(self, *args)
+        return ran(self, *args)
 
-    monkeypatch.setattr(come.Fleet, "_together", fails)
+    monkeypatch.setattr(come.Fleet, "_ran", fails)
     with pytest.raises(KeyboardInterrupt):
         fleet(xs[1], list("01110"))
     monkeypatch.undo()
@@ -320,6 +319,62 @@ def test_threads_take_turns(make):
             adapter(x)
         for key, value in adapter.adapted_parameters.items():
             torch.testing.assert_close(fleet.adapted_parameters(name)[key], value, rtol=0, atol=1e-5)
+
+
+def count_calls(fleet, monkeypatch):
+    """A list that gets the number of rows of each call of the model."""
+    rows, borrowed = [], fleet._one._borrowed
+    call = borrowed.call_streams
+
+    def counted(x, weights, blocks):
+        rows.append(x.size)
+        return call(x, weights, blocks)
+
+    monkeypatch.setattr(borrowed, "call_streams", counted)
+    return rows
+
+
+@pytest.mark.parametrize(("method", "calls"), [("tent", 1), ("sar", 2), ("deyo", 2)])
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_a_batch_goes_through_the_model_once(method, calls, norm, make, monkeypatch):
+    """However many samples each stream has, and whether it is new: 1, 2, 3 and 5 are four groups."""
+    fleet = make(method, norm, streams=5, guard=False)
+    names = [list("00012344433")[i] for i in (3, 0, 9, 1, 4, 7, 2, 5, 8, 6, 10)]
+    x = stream(2, size=11)
+    fleet(x[0], names)
+    rows = count_calls(fleet, monkeypatch)
+    fleet(x[1], names)
+    assert rows == [11] * calls
+    fleet.reset("3")
+    rows.clear()
+    fleet.predict(x[1], names)
+    assert rows == [11]
+
+
+def test_an_error_in_the_model_ends_all_groups(make, monkeypatch):
+    fleet = make("tent", streams=3)
+    x = stream(3, size=6)
+    fleet(x[0], list("011222"))
+    before = fleet.adapted_parameters("2")
+
+    def fails(*_):
+        raise RuntimeError("no memory")
+
+    threads = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet._one._borrowed, "call_streams", fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            fleet(x[1], list("011222"))
+    assert threading.active_count() == threads
+    assert all(torch.equal(value, before[name]) for name, value in fleet.adapted_parameters("2").items())
+    fleet(x[2], list("011222"))
+
+
+def test_under_autocast_groups_run_as_one_does(make):
+    fleet = make("tent", dtype=torch.float32, streams=3, lr=1e-3)
+    adapters = {str(i): make.adapter("tent", dtype=torch.float32, lr=1e-3) for i in range(3)}
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_same(fleet, adapters, stream(4, size=6, dtype=torch.float32), [list("011222")] * 4, atol=0.3, rtol=0.02)
 
 
 # ---- coming and going ----

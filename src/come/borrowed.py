@@ -25,6 +25,7 @@ from come.batchnorm import (
     rescaling,
     unit_statistics,
 )
+from come.by_stream import Block
 from come.errors import ComeError, ConfigError, InputError, ModelError, shown
 from come.inputs import Inputs, expected_dims
 from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
@@ -232,26 +233,30 @@ class Borrowed:
         except (RuntimeError, ValueError, IndexError) as error:
             raise self._explained(error, x) from error
 
-    def call_streams(self, x: Inputs, weights: Tensor, streams: int, statistics: Statistics) -> Any:
-        """The same for many streams, whose samples follow each other in `x`.
+    def call_streams(self, x: Inputs, weights: Sequence[Tensor], blocks: Sequence[Block]) -> Any:
+        """The same for many streams.
 
         Args:
-            x: b samples of each stream.
-            weights: (n, P), or (P,) if they are the same for all.
-            streams: n.
-            statistics: what BatchNorm normalizes by, with tensors (n, ...).
+            x: the samples of all blocks, one after the other, and in a block of its streams.
+            weights: for each block (n, P), or (P,) if they are the same for all of its streams.
+            blocks: which streams.
         """
-        parts = torch.split(weights, self._room, dim=-1) if self._room else ()
-        values = [
-            part[..., : p.numel()].reshape(*weights.shape[:-1], *p.shape).to(p.dtype)
-            for part, p in zip(parts, self.parameters.values(), strict=True)
-        ]
+        parts = [self._by_stream(values) for values in weights]
+        values: list[Any] = parts[0] if len(parts) == 1 else [list(column) for column in zip(*parts, strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         try:
             with self.mode.rounding(self.device):
-                return self._stand_in("streams")(given, self.mode.images(x), streams=streams, statistics=statistics)
+                return self._stand_in("streams")(given, self.mode.images(x), blocks=tuple(blocks))
         except (RuntimeError, ValueError, IndexError) as error:
             raise self._explained(error, x) from error
+
+    def _by_stream(self, weights: Tensor) -> list[Tensor]:
+        """The vectors (n, P) -> (n, ...) for each adapted parameter."""
+        parts = torch.split(weights, self._room, dim=-1) if self._room else ()
+        return [
+            part[..., : p.numel()].reshape(*weights.shape[:-1], *p.shape).to(p.dtype)
+            for part, p in zip(parts, self.parameters.values(), strict=True)
+        ]
 
     def _call_own(
         self, given: dict[str, Tensor], x: Inputs, statistics: Statistics, hooks: Sequence[Callable[[], Any]]

@@ -22,14 +22,16 @@ from come.errors import ConfigError
 from come.inputs import exact
 
 
-@dataclass
-class Sharing:
-    """What all norm layers of a model need to know; other values at each call."""
+@dataclass(frozen=True)
+class Block:
+    """Streams with the same number of samples: b of each, one stream after the other."""
 
     streams: int = 1
-    """n; the batch holds b samples of each, one stream after the other."""
+    """n."""
     statistics: Statistics = None
     """What BatchNorm normalizes by, with tensors (n, ...)."""
+    rows: int = 0
+    """n x b."""
 
     def each(self, x: Tensor) -> int:
         """How many rows of x belong to a stream."""
@@ -39,6 +41,28 @@ class Sharing:
                 "first dimension, so a fleet cannot tell which rows belong to which stream; use one adapter for each stream"
             )
         return len(x) // self.streams
+
+
+@dataclass
+class Sharing:
+    """What all norm layers of a model need to know; other values at each call.
+
+    With several blocks, one after the other in the batch, a parameter is a list with a tensor for each.
+    """
+
+    blocks: tuple[Block, ...] = (Block(),)
+
+    def apart(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rows of each block."""
+        total = sum(block.rows for block in self.blocks)
+        if len(x) % total:
+            Block(total).each(x)
+        return torch.split(x, [block.rows * (len(x) // total) for block in self.blocks])
+
+
+def of(value: Any, number: int) -> Any:
+    """A parameter as a block has it."""
+    return value[number] if isinstance(value, list) else value
 
 
 def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], inner: int) -> Tensor:
@@ -72,7 +96,7 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[i
 
 
 def layer_norm(
-    sharing: Sharing,
+    block: Block,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -81,30 +105,30 @@ def layer_norm(
     *_: Any,
 ) -> Tensor:
     """As `torch.nn.functional.layer_norm`, with weights (n, ...)."""
-    sharing.each(input)
+    block.each(input)
     y = F.layer_norm(input, list(normalized_shape), None, None, eps)
-    return affine(y, weight, bias, (sharing.streams, -1, *normalized_shape), len(normalized_shape))
+    return affine(y, weight, bias, (block.streams, -1, *normalized_shape), len(normalized_shape))
 
 
 def rms_norm(
-    sharing: Sharing,
+    block: Block,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
     """As `torch.nn.functional.rms_norm`."""
-    sharing.each(input)
+    block.each(input)
     y = F.rms_norm(input, list(normalized_shape), None, eps)
-    return affine(y, weight, None, (sharing.streams, -1, *normalized_shape), len(normalized_shape))
+    return affine(y, weight, None, (block.streams, -1, *normalized_shape), len(normalized_shape))
 
 
-def _by_channel(sharing: Sharing, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return affine(y, weight, bias, (sharing.streams, sharing.each(y), y.shape[1], math.prod(y.shape[2:])), 1)
+def _by_channel(block: Block, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return affine(y, weight, bias, (block.streams, block.each(y), y.shape[1], math.prod(y.shape[2:])), 1)
 
 
 def group_norm(
-    sharing: Sharing,
+    block: Block,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -113,11 +137,11 @@ def group_norm(
     *_: Any,
 ) -> Tensor:
     """As `torch.nn.functional.group_norm`."""
-    return _by_channel(sharing, F.group_norm(input, num_groups, None, None, eps), weight, bias)
+    return _by_channel(block, F.group_norm(input, num_groups, None, None, eps), weight, bias)
 
 
 def instance_norm(
-    sharing: Sharing,
+    block: Block,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -129,11 +153,11 @@ def instance_norm(
 ) -> Tensor:
     """As `torch.nn.functional.instance_norm`."""
     y = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    return _by_channel(sharing, y, weight, bias)
+    return _by_channel(block, y, weight, bias)
 
 
 def batch_norm(
-    sharing: Sharing,
+    block: Block,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -144,25 +168,25 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.batchnorm`."""
-    rule, n, b, c = sharing.statistics, sharing.streams, sharing.each(input), input.shape[1]
+    rule, n, b, c = block.statistics, block.streams, block.each(input), input.shape[1]
     x = input.reshape(n, b, c, -1)
     one = b * x.shape[3] == 1
     if rule is None or one:
         if one or (running_mean is not None and running_var is not None):
             y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
-            return _by_channel(sharing, y, weight, bias)
+            return _by_channel(block, y, weight, bias)
         rule = "batch"
     if isinstance(rule, by_selection):
         with torch.no_grad():
             mean, var = _toward_source(*rule.by_stream(x), running_mean, running_var, rule.share)
         y = ((exact(x) - _channels(mean)) * _channels((var + eps).rsqrt())).to(input.dtype).reshape(input.shape)
-        return _by_channel(sharing, y, weight, bias)
+        return _by_channel(block, y, weight, bias)
     if rule != "batch" and not isinstance(rule, mixed):
         raise ConfigError(f"a fleet cannot use the BatchNorm statistics {rule!r}; use one adapter for each stream")
     flat = x.transpose(0, 1).reshape(b, n * c, -1)
     z = F.batch_norm(flat, None, None, None, None, True, 0.0, eps).view(b, n, c, -1).transpose(0, 1)
     if rule == "batch" or running_mean is None or running_var is None:
-        return _by_channel(sharing, z.reshape(input.shape), weight, bias)
+        return _by_channel(block, z.reshape(input.shape), weight, bias)
     with torch.no_grad():
         own_var, own_mean = torch.var_mean(exact(x), dim=(1, 3), correction=0)
         mean, var = _toward_source(own_mean, own_var, running_mean, running_var, rule.share)
@@ -197,7 +221,7 @@ class Norm(nn.Module):
     Args:
         norm: whose parameters it has.
         sharing: of all layers of the model.
-        normalize: (sharing, input, weight, bias) -> output.
+        normalize: (block, input, weight, bias) -> output.
     """
 
     def __init__(self, norm: Any, sharing: Sharing, normalize: Callable[..., Tensor]) -> None:
@@ -206,8 +230,12 @@ class Norm(nn.Module):
         self._sharing, self._normalize = sharing, normalize
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n x b, ...) -> the same."""
-        return self._normalize(self._sharing, x, self.weight, self.bias)
+        """(rows, ...) -> the same."""
+        blocks, weight, bias = self._sharing.blocks, self.weight, self.bias
+        if len(blocks) == 1:
+            return self._normalize(blocks[0], x, weight, bias)
+        parts = enumerate(zip(blocks, self._sharing.apart(x), strict=True))
+        return torch.cat([self._normalize(block, part, of(weight, i), of(bias, i)) for i, (block, part) in parts])
 
 
 class Other(nn.Module):
@@ -223,11 +251,24 @@ class Other(nn.Module):
         self.inner, self._sharing = norm, sharing
         self._dims = {name: p.ndim for name, p in norm.named_parameters(recurse=False)}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer."""
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer, on its first argument."""
+        blocks, given = self._sharing.blocks, dict(self.inner._parameters)
+        if len(blocks) == 1:
+            return self._block(blocks[0], x, *args, **kwargs)
+        found = []
+        try:
+            for i, (block, part) in enumerate(zip(blocks, self._sharing.apart(x), strict=True)):
+                self.inner._parameters.update({name: of(value, i) for name, value in given.items()})
+                found.append(self._block(block, part, *args, **kwargs))
+        finally:
+            self.inner._parameters.update(given)
+        return torch.cat(found)
+
+    def _block(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         own = self.inner._parameters
         names = {id(p): name for name, p in own.items() if p is not None and p.ndim > self._dims[name]}
-        with _Within(self._sharing, names, type(self.inner).__name__):
+        with _Within(block, names, type(self.inner).__name__):
             return self.inner(*args, **kwargs)
 
 
@@ -243,15 +284,15 @@ def plain(norm: nn.Module) -> Callable[..., Tensor] | None:
     if isinstance(norm, nn.LayerNorm):
         shape, eps = tuple(norm.normalized_shape), norm.eps
         if type(norm) is nn.LayerNorm or _same(norm, torch.linspace(-1, 2, 6 * math.prod(shape)).view(2, 3, *shape)):
-            return lambda sharing, x, weight, bias: layer_norm(sharing, x, shape, weight, bias, eps)
+            return lambda block, x, weight, bias: layer_norm(block, x, shape, weight, bias, eps)
     if isinstance(norm, nn.GroupNorm):
         groups, eps = norm.num_groups, norm.eps
         if type(norm) is nn.GroupNorm or _same(norm, torch.linspace(-1, 2, 8 * norm.num_channels).view(2, -1, 2, 2)):
-            return lambda sharing, x, weight, bias: group_norm(sharing, x, groups, weight, bias, eps)
+            return lambda block, x, weight, bias: group_norm(block, x, groups, weight, bias, eps)
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         known: Any = norm
-        return lambda sharing, x, weight, bias: batch_norm(
-            sharing, x, known.running_mean, known.running_var, weight, bias, eps=known.eps
+        return lambda block, x, weight, bias: batch_norm(
+            block, x, known.running_mean, known.running_var, weight, bias, eps=known.eps
         )
     return None
 
@@ -272,14 +313,14 @@ class _Within(TorchFunctionMode):
     """Inside a layer: norm functions, and products and sums with a parameter, use that of each sample's stream.
 
     Args:
-        sharing: of all layers of the model.
+        block: which streams.
         names: names of parameters by the identity of the tensor (n, ...) that stands in their place.
         layer: the name of the layer.
     """
 
-    def __init__(self, sharing: Sharing, names: Mapping[int, str], layer: str) -> None:
+    def __init__(self, block: Block, names: Mapping[int, str], layer: str) -> None:
         super().__init__()
-        self._sharing, self._names, self._layer, self._kept = sharing, dict(names), layer, list[Tensor]()
+        self._block, self._names, self._layer, self._kept = block, dict(names), layer, list[Tensor]()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -287,7 +328,7 @@ class _Within(TorchFunctionMode):
         """One call of a torch function."""
         kwargs = kwargs or {}
         if (own := _NORMS.get(func)) is not None:
-            return own(self._sharing, *args, **kwargs)
+            return own(self._block, *args, **kwargs)
         name = next((self._names[id(value)] for value in args if id(value) in self._names), None)
         if name is None:
             return func(*args, **kwargs)
@@ -309,7 +350,7 @@ class _Within(TorchFunctionMode):
         def like(value: Tensor, other: Tensor) -> Tensor:
             if id(value) not in self._names:
                 return value
-            rows = value.repeat_interleave(self._sharing.each(other), dim=0)
+            rows = value.repeat_interleave(self._block.each(other), dim=0)
             return rows.view(len(rows), *[1] * (other.ndim - value.ndim), *value.shape[1:])
 
         return [like(a, b), like(b, a)]

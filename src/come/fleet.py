@@ -2,7 +2,8 @@
 
 Two adapted copies of a model differ in little: the affine parameters of its norm layers, 0.05% of a ViT. So a fleet keeps one
 model and, for each stream, what an adapter would keep: a `Moment`. A batch may hold samples of many streams. Those with the
-same number of samples, and about which the host has decided the same, go through one step together, see `come.stacked`.
+same number of samples, and about which the host has decided the same, are a group: one step, see `come.stacked`. Groups run at
+the same time and call the model together, see `come.meeting`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +35,7 @@ from come.guard.config import Event, Guard
 from come.guard.watch import Sent
 from come.inputs import Inputs, checked, logits_of
 from come.many import Many, Stack
+from come.meeting import Meeting
 from come.method import Method, Step, untracked
 from come.objectives import Objective
 from come.optim import TorchRule
@@ -69,12 +72,20 @@ class _Part(NamedTuple):
     method: Method
 
 
+class _Group(NamedTuple):
+    """Streams that run as one."""
+
+    parts: list[_Part]
+    rows: list[int]
+    before: Before
+    x: Inputs
+
+
 class Fleet:
     r"""One model and many streams: cameras, customers, users, or cells of a grid. Each adapts by itself.
 
-    Stream s has its own adapted parameters, moments, memory and guard. A batch goes through the model once for each number of
-    samples per stream that occurs in it, each sample under its own stream's parameters, and one backward gives every stream
-    its own gradient:
+    Stream s has its own adapted parameters, moments, memory and guard. A batch goes through the model once, each sample under
+    its own stream's parameters, and one backward gives every stream its own gradient:
 
     .. math:: \theta_s \leftarrow \theta_s
               - \eta_s \, \partial_{\theta_s} \frac{1}{|R_s|} \sum_{i \in R_s} H(m(f_{\theta_s}(x_i)))
@@ -235,33 +246,40 @@ class Fleet:
             how = how._replace(few=False) if adapts else How(resting=how.resting, trusted=how.trusted)
             asked = how.asking and watch is not None and watch.sums is not None
             groups.setdefault((how, len(part.rows), part.now.state is None, asked), []).append(part)
+        prepared = [self._prepared(how, members, x, size) for (how, size, _, _), members in groups.items()]
+        runs = [partial(self._ran, how, one, adapts) for (how, *_), one in zip(groups, prepared, strict=True)]
+        compiled = self._one._borrowed.mode.compile  # then each group is a graph of its own
+        outs = [run() for run in runs] if compiled else Meeting().run(runs)
         found = []
-        for (how, size, _, _), members in groups.items():
-            rows = [row for part in members for row in part.rows]
-            mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
-            out, moments = self._together(how, members, mine, size, adapts)
-            flat = Step(*(None if value is None else value.flatten(0, 1) for value in out))  # type: ignore[arg-type]
-            found.append((moments, rows, flat))
+        for (how, size, _, _), one, after in zip(groups, prepared, outs, strict=True):
+            out = Step(*(None if value is None else value.flatten(0, 1) for value in after.out))  # type: ignore[arg-type]
+            found.append((self._ended(how, one.parts, after, size) if adapts else {}, one.rows, out))
         return found
 
-    def _together(
-        self, how: How, parts: list[_Part], x: Inputs, size: int, adapts: bool
-    ) -> tuple[Step, dict[str, Moment]]:
-        """One step of streams with the same number of samples: what is returned, (n, b, ...), and the new moments."""
-        one = self._one
+    def _prepared(self, how: How, parts: list[_Part], x: Inputs, size: int) -> _Group:
+        """Streams with the same number of samples, ready for a step."""
+        rows = [row for part in parts for row in part.rows]
+        mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
         before = self._before(how, parts, size)
-        if before.state is None and "classes" not in one._core.fixed:  # found once, by one stream
-            one._context(one._first(), size).classes(x.take(slice(0, size)))
-        many = x.map(
-            lambda value: value.view(len(parts), size, *value.shape[1:]) if per_sample(value, x.size) else value
+        if before.state is None and "classes" not in self._one._core.fixed:  # found once, by one stream
+            self._one._context(self._one._first(), size).classes(mine.take(slice(0, size)))
+        many = mine.map(
+            lambda value: value.view(len(parts), size, *value.shape[1:]) if per_sample(value, mine.size) else value
         )
-        step = self._many
-        step.begin(one._core, [(part.now.count, part.method) for part in parts])
+        return _Group(parts, rows, before, many)
+
+    def _ran(self, how: How, group: _Group, adapts: bool) -> After:
+        """A step of a group; all tensors of the result are (n, ...)."""
+        one = self._one
+        compiled = one._borrowed.mode.compile
+        step = self._many if compiled else Many(one._core)
+        step.begin(one._core, [(part.now.count, part.method) for part in group.parts])
         try:
             if not adapts:
-                return Step(step.predicted(how, before, many)), {}
-            after = self._steps.run(how, before, many, 0, lambda run: run())
-            return after.out, self._ended(how, parts, after, size)
+                return After(group.before.weights, {}, {}, Step(step.predicted(how, group.before, group.x)))
+            if compiled:
+                return self._steps.run(how, group.before, group.x, 0, lambda run: run())
+            return step(how, group.before, group.x, 0)
         except ComeError:
             raise
         except (RuntimeError, ValueError, NotImplementedError) as error:

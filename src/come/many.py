@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from come.batchnorm import Statistics, by_selection, mixed
 from come.borrowed import Borrowed
+from come.by_stream import Block
 from come.errors import ConfigError
 from come.inputs import Inputs, logits_of
+from come.meeting import ask
 from come.method import Method, NotCapturable
 from come.running import Function
-from come.stacked import Value, outside, over
+from come.stacked import BARE_CALL, CALL, Value, outside, over, per_sample
 from come.transition import After, Before, How, Transition
-from come.trees import leaves, like
+from come.trees import leaves, like, signature
 
 
 class Stack:
@@ -56,11 +59,41 @@ class Stack:
                 name: v if differs else v.expand(n, *v.shape) for name, (differs, v) in zip(shares, rest, strict=True)
             }
             rule = replace(statistics, **own) if isinstance(statistics, (mixed, by_selection)) else statistics
-            out = self._model.call_streams(flat, weights[1], n, rule)
-            logits = logits_of(out, flat.size)
+            tracked = torch.is_grad_enabled()
+            do, given = partial(self._called, tracked), (flat, weights[1], Block(n, rule, flat.size))
+            logits: Tensor = ask(CALL if tracked else BARE_CALL, _kind(flat), do, given)
             return logits.view(n, -1, logits.shape[1])
 
         return outside(do, weights, *tensors, *shares.values())
+
+    def _called(self, tracked: bool, given: list[tuple[Inputs, Tensor, Block]]) -> list[Tensor]:
+        """The logits of several groups, by one call, with a gradient or without."""
+        batches, weights, blocks = zip(*given, strict=True)
+        with torch.set_grad_enabled(tracked):
+            x = batches[0] if len(batches) == 1 else _joined(batches)
+            out = self._model.call_streams(x, weights, blocks)
+        return list(torch.split(logits_of(out, x.size), [block.rows for block in blocks]))
+
+
+def _kind(x: Inputs) -> Any:
+    """The same for batches that can be one: tensors of samples of the same shape, and all else alike."""
+    size = x.size
+
+    def one(value: Any) -> Any:
+        if per_sample(value, size):
+            return value.shape[1:], value.dtype
+        return id(value) if isinstance(value, Tensor) else signature(value)
+
+    return tuple(map(one, x.values()))
+
+
+def _joined(batches: Sequence[Inputs]) -> Inputs:
+    """One batch of several."""
+    sizes = [x.size for x in batches]
+    columns = zip(*(x.values() for x in batches), strict=True)
+    values = [torch.cat(column) if per_sample(column[0], sizes[0]) else column[0] for column in columns]
+    first = batches[0]
+    return Inputs(tuple(values[: len(first.args)]), dict(zip(first.kwargs, values[len(first.args) :], strict=True)))
 
 
 class Many:
@@ -75,6 +108,7 @@ class Many:
         self.written: list[Any] = []
         self.on_batch = core.on_batch
         self._core, self._streams = core, list[tuple[int, Method]]()
+        self._own: torch.Generator | None = None
 
     def begin(self, core: Transition, streams: list[tuple[int, Method]]) -> None:
         """Before a step: that of one as it is now, and for each stream its number of the batch and its method."""
@@ -120,8 +154,10 @@ class Many:
     def _generator(self, i: int) -> torch.Generator:
         """The random numbers of stream i, as an adapter of its own would have them."""
         count, method = self._streams[i]
-        self._core.seed(count, method)
-        return self._core.generator
+        if self._own is None:
+            self._own = torch.Generator(self.model.device)
+        self._own.manual_seed(self._core.seed_of(count, method))
+        return self._own
 
 
 def _refuse(i: int) -> torch.Generator:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.batchnorm import Layer, Statistics, StatisticsRule, mixed, normalizing, unit_statistics
-from come.by_stream import Other, Sharing
+from come.batchnorm import Layer, StatisticsRule, mixed, normalizing, unit_statistics
+from come.by_stream import Block, Other, Sharing
 from come.by_stream import layer as layer_by_stream
 from come.errors import require
 from come.inputs import Inputs
@@ -320,25 +320,23 @@ class StandIn:
 
     def __call__(
         self,
-        given: dict[str, Tensor],
+        given: dict[str, Any],
         x: Inputs,
         share: Tensor | float | None = None,
-        streams: int = 1,
-        statistics: Statistics = None,
+        blocks: tuple[Block, ...] = (Block(),),
     ) -> Any:
         """What the model returns for `x`.
 
         Args:
-            given: parameters by name.
+            given: parameters by name; lists of them, if there are several blocks.
             x: the batch.
             share: of the batch's statistics, for the rule "mixed".
-            streams: how many, for the rule "streams".
-            statistics: what BatchNorm normalizes by in these.
+            blocks: which streams, for the rule "streams".
         """
         places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
         if share is not None:
             places.append((vars(self._mixing), "share", torch.as_tensor(share)))
-        places += [(vars(self._sharing), "streams", streams), (vars(self._sharing), "statistics", statistics)]
+        places.append((vars(self._sharing), "blocks", blocks))
         try:
             with room() if self._compiled else contextlib.nullcontext():
                 return call_with(self.module, places, x)

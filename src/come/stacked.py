@@ -18,7 +18,11 @@ from torch import Tensor
 
 from come.errors import ModelError
 from come.inputs import Inputs
+from come.meeting import ask, gradients
 from come.trees import leaves, like
+
+BARE_CALL, CALL, GRADIENT = range(3)
+"""What groups of streams ask for, in this order: calls of the model without and with a gradient, and gradients."""
 
 _here = threading.local()
 
@@ -93,9 +97,7 @@ def gradient(loss: Tensor, weights: Tensor) -> Tensor:
     """Gradient (P,) of each stream's loss with respect to its own weights, by one backward."""
 
     def do(n: int, loss: Value, weights: Value) -> Tensor:
-        found = None
-        if loss[1].requires_grad:
-            (found,) = torch.autograd.grad(loss[1].sum(), weights[1], allow_unused=True)
+        found: Tensor | None = ask(GRADIENT, "gradient", gradients, (loss[1], weights[1]))
         if found is None:
             raise ModelError(
                 "no gradient reaches the adapted parameters; does the model's forward run under no_grad, or detach its output?"

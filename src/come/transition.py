@@ -147,10 +147,15 @@ class Transition:
             written=self.written,
         )
 
-    def seed(self, count: int, method: Method | None = None) -> None:
-        """Begin the random numbers of batch number `count`, of another stream's method if one is given."""
-        text = f"{getattr(method or self.method, 'seed', 0)} {count}"
-        self.generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+    def seed(self, count: int) -> None:
+        """Begin the random numbers of batch number `count`."""
+        self.generator.manual_seed(self.seed_of(count, self.method))
+
+    @staticmethod
+    def seed_of(count: int, method: Method) -> int:
+        """The seed of a method's batch number `count`."""
+        text = f"{getattr(method, 'seed', 0)} {count}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     # ---- parts ----
 
