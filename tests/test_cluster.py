@@ -324,4 +324,6 @@ def test_workers_of_another_version_are_refused():
 
 def test_ray_is_imported_only_when_it_is_asked_for():
     for file in Path(come.__file__).parent.rglob("*.py"):
+        if file.name == "ray_serve.py":  # which is imported only when it is asked for
+            continue
         assert not any(line.startswith(("import ray", "from ray")) for line in file.read_text().splitlines()), file

@@ -476,6 +476,10 @@ def test_the_first_batch_of_a_fleet_may_hold_invalid_samples(value):
     assert out.logits.isfinite().all()
 
 
+def test_names_that_differ_in_case_have_different_files():
+    assert len({come.fleet.file_name(name).lower() for name in ("north", "North", "NORTH")}) == 3
+
+
 @pytest.mark.parametrize("name", ["@" * 128, ":" * 127 + "a", "a" * 128])
 def test_the_longest_names_can_be_evicted_and_saved(name, tmp_path):
     """128 characters that are escaped in a file name are longer than a file name may be."""

@@ -23,9 +23,9 @@ def run(code):
 
 def test_public_names():
     assert come.__all__ == [
-        "Adapter", "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Guard", "InputError", "Method",
-        "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step", "__version__", "adapt", "callbacks",
-        "methods", "objectives", "optim", "select", "theory",
+        "Adapter", "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Fleet", "Guard", "InputError",
+        "Method", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step", "__version__", "adapt",
+        "callbacks", "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
     assert come.__version__ == version("come-tta")
@@ -64,15 +64,18 @@ def test_other_names_are_no_attributes():
 
 # What each module may import of `come`: the arrows of docs/architecture.md. The core stands above `bench`.
 LAYERS = [
-    ["errors", "files", "locks", "version"],
+    ["errors", "files", "locks", "meeting", "trees", "version"],
     ["registry", "inputs", "theory", "select", "optim", "heads", "images", "augment", "metrics"],
+    ["stacked"],
     ["objectives", "batchnorm", "corruptions"],
+    ["by_stream"],
     ["running", "guard", "ranks"],
     ["borrowed"],
     ["method"],
     ["methods", "saving", "transition"],
-    ["compiled"],
+    ["compiled", "many"],
     ["adapter"],
+    ["fleet"],
     ["callbacks", "testing"],
     ["serve"],
     ["bench"],

@@ -103,7 +103,7 @@ class Fleet:
         streams: names of streams to open, or how many; these are then called "0", "1", ...
         resident: so many streams at most keep their state on the device; the least recently used go to host memory, or to
             `folder`. None: all.
-        folder: where streams go that are not resident; it must exist.
+        folder: where streams go that are not resident, while the fleet lives; it must exist. To keep states use `save`.
         guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
         precision: as in `come.adapt`.
         compile: as in `come.adapt`: each number of streams and of samples is a shape of its own, so it pays where these repeat.
@@ -724,9 +724,9 @@ def _name(name: Any) -> str:
 
 
 def file_name(name: str) -> str:
-    """The file of a stream in a folder: readable, unless that is longer than file systems take."""
+    """The file of a stream in a folder: readable, and unlike all others where case does not count and names must be short."""
     plain = quote(name, safe="")
-    if len(plain) > 200:
+    if len(plain) > 200 or name != name.lower():
         plain = f"{plain[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
     return f"{plain}.safetensors"
 
