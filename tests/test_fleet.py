@@ -464,6 +464,13 @@ def test_the_model_moves_and_is_cast(make):
     model.double()
     assert fleet(x, list("0101")).dtype == torch.float64
     assert {value.dtype for value in fleet.adapted_parameters("0").values()} == {torch.float64}
+    model.to(torch.float64)
+    moment = fleet._streams["1"].moment
+    assert {value.dtype for value in (moment.weights, *moment.moments.values())} == {torch.float64}
+    model.float()
+    fleet(x.float(), "0")  # the other stream's momentum follows, too
+    moment = fleet._streams["1"].moment
+    assert {value.dtype for value in (moment.weights, *moment.moments.values())} == {torch.float32}
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])

@@ -274,7 +274,7 @@ class Adapter:
 
     def _before(self, now: Moment, size: int) -> Before:
         """What a step begins with."""
-        rate = self._rate_of(now, size)
+        rate = self._rate_of(now, size, self.method)
         if self._rate is None or self._rate[0] != (rate, now.weights.dtype, self._device):
             value = torch.full((), rate, dtype=now.weights.dtype, device=self._device)
             self._rate = (rate, now.weights.dtype, self._device), value
@@ -288,9 +288,10 @@ class Adapter:
         needed = torch.full((), self._needed(watch, size), device=self._device)
         return before._replace(sums=watch.sums, needed=needed)
 
-    def _rate_of(self, now: Moment, size: int) -> float:
+    def _rate_of(self, now: Moment, size: int, method: Method) -> float:
         """The learning rate for a batch of that size."""
-        return self.learning_rate(size) * (1.0 if now.watch is None else now.watch.scale)
+        rate = method.learning_rate(size, self._borrowed.has_batch_norm)
+        return rate * (1.0 if now.watch is None else now.watch.scale)
 
     def _needed(self, watch: Watch, size: int) -> int:
         """After how many samples a question may be acted on."""
@@ -357,22 +358,23 @@ class Adapter:
         device, dtype = self._borrowed.device, self._borrowed.dtype
         if self._now.weights.device == device and self._now.weights.dtype == dtype:
             return
-
         core = self._core
-
-        def cast(values: dict[str, Any]) -> dict[str, Any]:
-            """What has an entry for each adapted weight has their precision."""
-            return {
-                k: v.to(dtype) if isinstance(v, Tensor) and v.shape == core.source.shape else v
-                for k, v in values.items()
-            }
-
         fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in core.fixed.items()}
-        now = self._now.to(device, self.method.on_host)
-        state = None if now.state is None else cast(now.state)
-        self._now = changed(now, weights=now.weights.to(dtype), moments=cast(now.moments), state=state)
-        core.source, core.fixed = core.source.to(device, dtype), cast(fixed)
+        self._now = self._brought(self._now)
+        core.source, core.fixed = core.source.to(device, dtype), self._cast(fixed)
         core.generator = torch.Generator(device)
+
+    def _brought(self, moment: Moment) -> Moment:
+        """A moment where the model is, in its precision."""
+        moment = moment.to(self._device, self.method.on_host)
+        weights, state = moment.weights.to(self._borrowed.dtype), moment.state
+        state = None if state is None else self._cast(state)
+        return changed(moment, weights=weights, moments=self._cast(moment.moments), state=state)
+
+    def _cast(self, values: dict[str, Any]) -> dict[str, Any]:
+        """With the precision of the adapted weights for what has an entry for each of them."""
+        shape, dtype = self._core.source.shape, self._borrowed.dtype
+        return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == shape else v for k, v in values.items()}
 
     def _tell(self, events: list[Event]) -> None:
         for event in events:
@@ -595,7 +597,7 @@ def adapt(
         precision: "float32" (as the model and torch are set), "tf32", or "bf16"; the objective and the adapted weights are in
             float32 always.
         compile: the model by `torch.compile`, and on a GPU the whole step as one CUDA graph: for the first shape of batch, and
-            for others that come twice in a row. The first steps then take seconds to a minute. What cannot be compiled or
+            for others that come again within 16 batches. The first steps then take seconds to a minute. What cannot be compiled or
             captured says so once, and runs as it can.
         channels_last: on a GPU, images and convolutions with the channels innermost: faster for convolutions in bf16.
         ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls

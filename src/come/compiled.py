@@ -1,7 +1,7 @@
 """Steps that are compiled and, on a GPU, replayed as one CUDA graph.
 
-The first shape of batch is compiled at once, another one when it comes for the second time in a row: a last batch that is
-smaller runs as it is. On a GPU the whole step is then captured: model, objective, selection, backward, optimizer, signals of
+The first shape of batch is compiled at once, another one when it comes for the second time within 16 batches: a last batch
+that is smaller runs as it is. On a GPU the whole step is then captured: model, objective, selection, backward, optimizer, signals of
 the guard and roll-back. A step is a function of what there was before, so a replay copies that into the graph's own memory,
 runs, and copies what came out: nothing outside knows that there is a graph.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 SHAPES = 8
 """Shapes of batch that are compiled; more run as they are."""
+RECENT = 16
+"""A shape that comes again within so many batches is compiled."""
 
 Running = Callable[[Callable[[], After]], After]
 """Runs a function while the model is borrowed."""
@@ -45,8 +48,8 @@ class Steps:
 
     def __init__(self, step: Transition | Many) -> None:
         self._step = step
-        self._last: Any = None
-        """The shape of the batch before."""
+        self._recent: deque[Any] = deque(maxlen=RECENT)
+        """Shapes of the batches before."""
         self._shapes: set[Any] = set()
         self._graphs: dict[Any, Captured] = {}
         self._pool: Any = None
@@ -83,12 +86,13 @@ class Steps:
         """Give all graphs up: the model was moved, cast or loaded, and what was captured is of another one."""
         self._graphs.clear()
         self._shapes.clear()
-        self._last = None
+        self._recent.clear()
 
     def _compiles(self, x: Inputs) -> bool:
-        """Whether this batch is of the first shape, or of one that has come twice in a row."""
+        """Whether this batch is of the first shape, or of one that has come not long ago."""
         shape = signature(x)
-        due, self._last = self._last in (None, shape), shape
+        due = not self._recent or shape in self._recent
+        self._recent.append(shape)
         if due and shape not in self._shapes:
             if len(self._shapes) < SHAPES:
                 self._shapes.add(shape)

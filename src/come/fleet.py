@@ -32,15 +32,15 @@ from come.compiled import Steps
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
 from come.files import replacing
 from come.guard.config import Event, Guard
-from come.guard.watch import Sent
-from come.inputs import Inputs, checked, logits_of
+from come.guard.watch import Sent, to_host
+from come.inputs import Inputs, checked, is_per_sample, logits_of
 from come.many import Many, Stack
 from come.meeting import Meeting
 from come.method import Method, Step, untracked
 from come.objectives import Objective
 from come.optim import TorchRule
 from come.running import Precision
-from come.stacked import apart, index, joined, over, parted, per_sample, sent, to_host
+from come.stacked import apart, index, joined, over, parted, sent
 from come.transition import After, Before, How
 
 if TYPE_CHECKING:
@@ -197,12 +197,9 @@ class Fleet:
         """
         inputs = checked(Inputs.of(x))
         with self._one._lock:
-            rows = self._rows(streams, inputs.size)
-            self._fetch(list(rows))
-            self._one._check_open()
-            self._follow()
+            rows = self._ready(streams, inputs.size)
             first = any(self._moment(name).state is None for name in rows)
-            self._one.method.check(self._one._context(self._one._first(), inputs.size), inputs, first)
+            self._one.method.check(self._one._context(self._one._now, inputs.size), inputs, first)
             parts, events = [], list[tuple[str, Event]]()
             for name, mine in rows.items():
                 now, said = self._one._begun(self._moment(name))
@@ -221,10 +218,7 @@ class Fleet:
         """Logits (B, K) of a batch without adapting to it: nothing changes."""
         inputs = checked(Inputs.of(x))
         with self._one._lock:
-            rows = self._rows(streams, inputs.size)
-            self._fetch(list(rows))
-            self._one._check_open()
-            self._follow()
+            rows = self._ready(streams, inputs.size)
             parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
             found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
             return _in_order([(rows, step) for _, rows, step in found], inputs.size).logits
@@ -262,9 +256,9 @@ class Fleet:
         mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
         before = self._before(how, parts, size)
         if before.state is None and "classes" not in self._one._core.fixed:  # found once, by one stream
-            self._one._context(self._one._first(), size).classes(mine.take(slice(0, size)))
+            self._one._context(self._one._now, size).classes(mine.take(slice(0, size)))
         many = mine.map(
-            lambda value: value.view(len(parts), size, *value.shape[1:]) if per_sample(value, mine.size) else value
+            lambda value: value.view(len(parts), size, *value.shape[1:]) if is_per_sample(value, mine.size) else value
         )
         return _Group(parts, rows, before, many)
 
@@ -293,14 +287,10 @@ class Fleet:
     def _before(self, how: How, parts: list[_Part], size: int) -> Before:
         """What a step of these streams begins with, (n, ...)."""
         moments = [part.now for part in parts]
-        rates = []
-        for part in parts:
-            scale = 1.0 if part.now.watch is None else part.now.watch.scale
-            rates.append(part.method.learning_rate(size, self._one._borrowed.has_batch_norm) * scale)
-        key = tuple(rates)
+        rates = tuple(self._one._rate_of(part.now, size, part.method) for part in parts)
         weights = torch.stack([now.weights for now in moments])
-        if self._rates is None or self._rates[0] != key or self._rates[1].device != weights.device:
-            self._rates = key, sent(rates, weights.device, weights.dtype)
+        if self._rates is None or self._rates[0] != rates or self._rates[1].device != weights.device:
+            self._rates = rates, sent(rates, weights.device, weights.dtype)
         states = [now.state for now in moments]
         method = self._one.method
         own = {name: [getattr(part.method, name) for part in parts] for name in method.by_stream}
@@ -329,7 +319,7 @@ class Fleet:
         moments, state = parted(after.moments, len(parts)), parted(after.state, len(parts))
         history = [None] * len(parts) if after.history is None else apart(after.history)
         sums = [None] * len(parts) if after.sums is None else apart(after.sums)
-        values, arrived = to_host(after.values)
+        values, arrived = (None, None) if after.values is None else to_host(after.values)
         signals = [None] * len(parts) if values is None else values.unbind(0)
 
         def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
@@ -351,7 +341,7 @@ class Fleet:
             draw = torch.Generator(source.device).manual_seed(0)
             noise = torch.randn(2, len(source), generator=draw, device=source.device, dtype=source.dtype)
             weights = source * (1 + 0.3 * noise) + 0.1 * noise.flip(0)
-            apart = pair.map(lambda value: value[:, None] if per_sample(value, 2) else value)
+            apart = pair.map(lambda value: value[:, None] if is_per_sample(value, 2) else value)
             both = over(lambda given, x: stack.call(x, given), weights, apart, 2, 1).flatten(0, 1).float()
 
             def alone(i: int, given: Tensor) -> Tensor:
@@ -617,6 +607,14 @@ class Fleet:
             )
         return rows
 
+    def _ready(self, streams: Any, size: int) -> dict[str, list[int]]:
+        """For a batch: its rows by stream, with the state of each where the model is."""
+        rows = self._rows(streams, size)
+        self._fetch(list(rows))
+        self._one._check_open()
+        self._follow()
+        return rows
+
     def _fetch(self, names: list[str]) -> None:
         """Bring the state of these streams to the device, and note that they were used."""
         with untracked():
@@ -632,7 +630,7 @@ class Fleet:
             file.unlink(missing_ok=True)
         assert stream.moment is not None
         if stream.moment.weights.device != self._one._device:
-            stream.moment = stream.moment.to(self._one._device, self._one.method.on_host)
+            stream.moment = self._one._brought(stream.moment)
 
     def _evict(self, keep: set[str] | None = None) -> None:
         """Put the least recently used streams elsewhere until no more than `resident` are on the device."""
@@ -667,8 +665,7 @@ class Fleet:
             return
         for stream in self._streams.values():
             if stream.moment is not None and not self._parked(stream):
-                moment = stream.moment.to(one._device, one.method.on_host)
-                stream.moment = replace(moment, weights=moment.weights.to(one._now.weights.dtype))
+                stream.moment = one._brought(stream.moment)
 
     def _check_room(self, streams: int) -> None:
         """Raise if the state of so many streams cannot be in memory."""

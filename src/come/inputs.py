@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
     def per_sample(self) -> list[Tensor]:
         """The tensors that have one entry per sample; tables and masks that all samples share are not among them."""
         size = self.size
-        return [v for v in self.values() if isinstance(v, Tensor) and v.ndim >= 1 and v.shape[0] == size]
+        return [value for value in self.values() if is_per_sample(value, size)]
 
     def take(self, chosen: slice | Tensor) -> Inputs:
         """Some of the samples; arguments that all samples share stay as they are.
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
             (torch.Size([1, 3]), torch.Size([12]))
         """
         size = self.size
-        return self.map(lambda v: v[chosen] if isinstance(v, Tensor) and v.ndim >= 1 and len(v) == size else v)
+        return self.map(lambda value: value[chosen] if is_per_sample(value, size) else value)
 
     def image(self, who: str) -> Tensor:
         """The images (B, C, H, W); `who` needs them and is named in the error if there are none."""
@@ -87,11 +87,16 @@ class Inputs(NamedTuple):
         def other(value: Any) -> Any:
             if _is_image(value):
                 return images
-            if isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size:
+            if is_per_sample(value, size):
                 return value.repeat(times, *[1] * (value.ndim - 1))
             return value
 
         return self.map(other)
+
+
+def is_per_sample(value: Any, size: int) -> bool:
+    """Whether it is a tensor with an entry for each of `size` samples."""
+    return isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size
 
 
 def _is_image(value: Any) -> bool:

@@ -15,11 +15,11 @@ from come.batchnorm import Statistics, by_selection, mixed
 from come.borrowed import Borrowed
 from come.by_stream import Block
 from come.errors import ConfigError
-from come.inputs import Inputs, logits_of
+from come.inputs import Inputs, is_per_sample, logits_of
 from come.meeting import ask
 from come.method import Method, NotCapturable
 from come.running import Function
-from come.stacked import BARE_CALL, CALL, Value, outside, over, per_sample
+from come.stacked import BARE_CALL, CALL, Value, outside, over
 from come.transition import After, Before, How, Transition
 from come.trees import leaves, like, signature
 
@@ -80,7 +80,7 @@ def _kind(x: Inputs) -> Any:
     size = x.size
 
     def one(value: Any) -> Any:
-        if per_sample(value, size):
+        if is_per_sample(value, size):
             return value.shape[1:], value.dtype
         return id(value) if isinstance(value, Tensor) else signature(value)
 
@@ -89,9 +89,8 @@ def _kind(x: Inputs) -> Any:
 
 def _joined(batches: Sequence[Inputs]) -> Inputs:
     """One batch of several."""
-    sizes = [x.size for x in batches]
     columns = zip(*(x.values() for x in batches), strict=True)
-    values = [torch.cat(column) if per_sample(column[0], sizes[0]) else column[0] for column in columns]
+    values = [torch.cat(column) if is_per_sample(column[0], batches[0].size) else column[0] for column in columns]
     first = batches[0]
     return Inputs(tuple(values[: len(first.args)]), dict(zip(first.kwargs, values[len(first.args) :], strict=True)))
 
@@ -104,11 +103,10 @@ class Many:
     """
 
     def __init__(self, core: Transition) -> None:
-        self.method, self.model, self.generator = core.method, core.model, core.generator
+        self.method, self.on_batch = core.method, core.on_batch
         self.written: list[Any] = []
-        self.on_batch = core.on_batch
-        self._core, self._streams = core, list[tuple[int, Method]]()
         self._own: torch.Generator | None = None
+        self.begin(core, [])
 
     def begin(self, core: Transition, streams: list[tuple[int, Method]]) -> None:
         """Before a step: that of one as it is now, and for each stream its number of the batch and its method."""

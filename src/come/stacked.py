@@ -120,11 +120,6 @@ def drawn(draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor, beg
 # ---- from one to many and back ----
 
 
-def per_sample(value: Any, size: int) -> bool:
-    """Whether it is a tensor with an entry for each of `size` samples."""
-    return isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size
-
-
 def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs, streams: int, size: int) -> Any:
     """`run(given, x)` of each stream at once.
 
@@ -168,17 +163,6 @@ def apart(values: Tensor) -> list[Tensor]:
     own = [torch.empty_like(row, memory_format=torch.contiguous_format) for row in rows]
     torch._foreach_copy_(own, rows)
     return own
-
-
-def to_host(values: Tensor | None) -> tuple[Tensor | None, Any]:
-    """Signals (n, ...) on their way to the host, and what tells that they are there."""
-    if values is None or values.device.type != "cuda":
-        return values, None
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-    return there, arrived
 
 
 def sent(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

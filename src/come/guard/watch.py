@@ -55,13 +55,18 @@ class Sent(NamedTuple):
 
 def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
     """Start the way to the host, without waiting."""
+    return Sent(step, batch, *to_host(values), asked)
+
+
+def to_host(values: Tensor) -> tuple[Tensor, Any]:
+    """Values on their way to the host, without waiting, and what tells that they are there; None if they are."""
     if values.device.type != "cuda":
-        return Sent(step, batch, values, None, asked)
+        return values, None
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     there.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
-    return Sent(step, batch, there, arrived, asked)
+    return there, arrived
 
 
 @dataclass(frozen=True)
