@@ -148,35 +148,35 @@ def grid(lab: Lab, model: nn.Module) -> None:
             **lab.mode,
         )
         source = FolderSource(plan.data, f"{folder}/data", preprocess)
-        bench = Bench(
-            plan,
-            device=str(lab.device),
-            source=source,
-            workers=0 if lab.tiny else 8,
-            model=Model("m", model, preprocess, classes),
-        )
-        bench.cells, cells = bench.cells[:1], bench.cells
-        bench.run(RunFolder(Path(folder) / "first"))  # decodes
-        bench.cells, records, took = cells, {}, {}
-        for together in (1, 2 if lab.tiny else 16):
-            bench.together = together
+        first, baseline = dict[Any, Any](), 0.0
+        for together, compile in (
+            ((1, False), (2, False), (2, True)) if lab.tiny else ((1, False), (16, False), (16, True))
+        ):
+            bench = Bench(
+                plan.model_copy(update={"compile": compile and not lab.tiny}),
+                device=str(lab.device),
+                source=source,
+                workers=0 if lab.tiny else 8,
+                model=Model("m", model, preprocess, classes),
+                together=together,
+            )
+            if not first:
+                bench.cells, cells = bench.cells[:1], bench.cells
+                bench.run(RunFolder(Path(folder) / "first"))  # decodes
+                bench.cells = cells
             lab.sync()
             began = time.perf_counter()
-            found = bench.run(RunFolder(Path(folder) / f"run{together}"))
-            took[together] = time.perf_counter() - began
-            records[together] = {record.cell.key: record.result.metrics for record in found}
-            more = {"times as fast": took[1] / took[together]} if together > 1 else {}
-            samples = sum(record.result.samples for record in found)
-            lab.add(f"come bench, {len(found)} cells, {together} at once", took[together], samples, **more)
-        first, second = records.values()
-        off = max(
-            abs(value - second[key][domain][name])
-            for key, metrics in first.items()
-            for domain, values in metrics.items()
-            for name, value in values.items()
-            if name == "accuracy"
-        )
-        print(f"largest difference of an accuracy: {100 * off:.2f} points", flush=True)
+            found = bench.run(RunFolder(Path(folder) / f"run{together}{compile}"))
+            took = time.perf_counter() - began
+            accuracies = {(r.cell.method, d): m["accuracy"] for r in found for d, m in r.result.metrics.items()}
+            first, baseline = first or accuracies, baseline or took
+            off = max(abs(value - first[key]) for key, value in accuracies.items())
+            lab.add(
+                f"come bench, {len(found)} cells, {together} at once{', compiled' if compile else ''}",
+                took,
+                sum(record.result.samples for record in found),
+                **{"times as fast": baseline / took, "points off": 100 * off},
+            )
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:

@@ -99,7 +99,8 @@ def test_a_stream_is_an_adapter_of_its_own(method, norm, objective, guard, make)
 def test_float32_at_a_usual_rate(method, norm, make):
     fleet = make(method, norm, dtype=torch.float32, streams=3, lr=1e-3)
     adapters = {str(i): make.adapter(method, norm, dtype=torch.float32, lr=1e-3) for i in range(3)}
-    assert_same(fleet, adapters, stream(20, dtype=torch.float32), uneven(20, 9, 3), atol=1e-4, rtol=1e-4)
+    near = 1e-4 if DEVICE == "cpu" else 5e-4  # a GPU adds up in another order
+    assert_same(fleet, adapters, stream(20, dtype=torch.float32), uneven(20, 9, 3), atol=near, rtol=near)
     for name, adapter in adapters.items():
         for key, value in adapter.adapted_parameters.items():
             torch.testing.assert_close(fleet.adapted_parameters(name)[key], value, rtol=0, atol=1e-5)

@@ -597,8 +597,8 @@ def adapt(
         precision: "float32" (as the model and torch are set), "tf32", or "bf16"; the objective and the adapted weights are in
             float32 always.
         compile: the model by `torch.compile`, and on a GPU the whole step as one CUDA graph: for the first shape of batch, and
-            for others that come again within 16 batches. The first steps then take seconds to a minute. What cannot be compiled or
-            captured says so once, and runs as it can.
+            for others that come again within 16 batches. The first steps then take seconds to a minute. What cannot be compiled
+            or captured says so once, and runs as it can.
         channels_last: on a GPU, images and convolutions with the channels innermost: faster for convolutions in bf16.
         ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls
             the adapter with samples of its own at the same time, and together they adapt as one process does that is called

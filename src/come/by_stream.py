@@ -339,6 +339,8 @@ class _Within(TorchFunctionMode):
             return found
         if func in _ELEMENTWISE and len(args) == 2:
             return func(*self._aligned(args[0], args[1]), **kwargs)
+        if func in _SAME_FOR_ALL:
+            return func(*args, **kwargs)
         raise ConfigError(
             f"{name!r} of {self._layer} cannot differ by stream: the layer uses it in {getattr(func, '__name__', func)}; leave "
             "it out with select=, or use one adapter for each stream"
@@ -367,6 +369,8 @@ _NORMS: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
 }
 _CASTS = {Tensor.to, Tensor.float, Tensor.type_as, Tensor.contiguous}
+_SAME_FOR_ALL = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_leaf")}
+"""What a layer, or a compiler that looks at it, may ask of a parameter."""
 _ELEMENTWISE = {
     *(torch.mul, torch.add, torch.sub, Tensor.mul, Tensor.add, Tensor.sub),
     *(Tensor.__mul__, Tensor.__rmul__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__),

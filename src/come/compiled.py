@@ -1,9 +1,9 @@
 """Steps that are compiled and, on a GPU, replayed as one CUDA graph.
 
 The first shape of batch is compiled at once, another one when it comes for the second time within 16 batches: a last batch
-that is smaller runs as it is. On a GPU the whole step is then captured: model, objective, selection, backward, optimizer, signals of
-the guard and roll-back. A step is a function of what there was before, so a replay copies that into the graph's own memory,
-runs, and copies what came out: nothing outside knows that there is a graph.
+that is smaller runs as it is. On a GPU the whole step is then captured: model, objective, selection, backward, optimizer,
+signals of the guard and roll-back. A step is a function of what there was before, so a replay copies that into the graph's own
+memory, runs, and copies what came out: nothing outside knows that there is a graph.
 
 What cannot be captured, since it waits for the device or asks for the number of the batch, says so once and runs without a
 graph, on the compiled model.
