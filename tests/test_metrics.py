@@ -26,6 +26,7 @@ from sklearn.metrics import (
 import come
 from come import metrics
 from come.metrics import (
+    PROBABILITIES,
     SCORES,
     abstention_accuracy,
     accuracy,
@@ -331,7 +332,8 @@ def some_rows(n=300, outliers=100, seed=0, classes=10):
         "label": label.to(torch.int32),
         "prediction": logits.argmax(dim=1).to(torch.int32),
         "confidence": logits.exp().amax(dim=1) / (logits.exp().sum(dim=1) + classes),
-        "msp": p.amax(dim=1),
+        "softmax": p.amax(dim=1),
+        "belief": logits.exp().amax(dim=1) / (logits.exp().sum(dim=1) + classes),
         "uncertainty": classes / (logits.exp().sum(dim=1) + classes),
         "entropy": -(p * p.log()).sum(dim=1),
         "energy": logits.logsumexp(dim=1),
@@ -354,7 +356,7 @@ def test_summary(score):
     rows = some_rows()
     found = summary(rows, score=score)
     expected = COUNTS | ALWAYS | LABELLED | OUTLIERS | {"auroc_correct"}
-    assert set(found) == (expected if score in ("confidence", "msp") else expected - {"ece"})
+    assert set(found) == (expected if score in PROBABILITIES else expected - {"ece"})
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     label, prediction, confidence = rows["label"], rows["prediction"], SCORES[score](rows)
     inlier, correct = label >= 0, prediction == label

@@ -60,7 +60,7 @@ def test_the_records_of_one_cell_after_the_other(tmp_path):
         same(one, two, atol=1e-4)
         rows, again = RunFolder(tmp_path / "alone").rows(one.key), RunFolder(tmp_path / "together").rows(two.key)
         assert torch.equal(rows["index"], again["index"])
-        torch.testing.assert_close(rows["msp"], again["msp"], rtol=0, atol=1e-4)
+        torch.testing.assert_close(rows["softmax"], again["softmax"], rtol=0, atol=1e-4)
     assert max(len(cells) for cells in note.together) == 3
     assert note.samples >= 20 * 48
     assert {len({cell.base for cell in cells}) for cells in note.together} == {1}

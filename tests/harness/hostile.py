@@ -383,7 +383,7 @@ KINDS = (
     torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int8, torch.uint8,
     torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
 )  # fmt: skip
-FLOATS = ("confidence", "msp", "uncertainty", "entropy", "energy", "norm", "nll", "brier")
+FLOATS = ("confidence", "softmax", "belief", "uncertainty", "entropy", "energy", "norm", "nll", "brier")
 Rows = dict[str, torch.Tensor]
 
 

@@ -33,7 +33,8 @@ def rows_of(right, *, size=200, seed=0, outliers=0, domains=1):
         "used": torch.rand(n, generator=draw) < 0.5,
         "domain": torch.arange(domains).repeat_interleave(size),
         "kind": -outlier.int(),
-        **{name: k + confidence for k, name in enumerate(("confidence", "msp", "energy", "nll", "brier"))},
+        "belief": confidence,
+        **{name: k + confidence for k, name in enumerate(("confidence", "softmax", "energy", "nll", "brier"))},
     }
     return {name: found[name].to(kind) for name, kind in COLUMNS.items()}
 

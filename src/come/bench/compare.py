@@ -60,13 +60,17 @@ class Comparison:
     """Cells that only the first run has, and only the second."""
 
 
-def compare_runs(first: RunFolder, second: RunFolder) -> Comparison:
+def compare_runs(first: RunFolder, second: RunFolder, score: str = "confidence") -> Comparison:
     """What changed from the first run to the second.
+
+    Args:
+        score: what FPR ranks samples by, a name in `come.metrics.SCORES`. By default it is as published, each objective by its
+            own confidence, and a second one is by softmax for all.
 
     Raises:
         InputError: the runs have nothing in common, or one of them has several cells of the same kind.
     """
-    ours, theirs = _by_identity(first), _by_identity(second)
+    ours, theirs = _by_identity(first, score), _by_identity(second, score)
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
     if not both:
         raise InputError(
@@ -98,10 +102,10 @@ def compare_runs(first: RunFolder, second: RunFolder) -> Comparison:
     )
 
 
-def _by_identity(folder: RunFolder) -> dict[Identity, Record]:
+def _by_identity(folder: RunFolder, score: str) -> dict[Identity, Record]:
     names = [name for name in Cell.model_fields if name not in VARIED]
     found: dict[Identity, Record] = {}
-    for record in folder.records():
+    for record in folder.rescored(folder.records(), score):
         other = found.setdefault(tuple(getattr(record.cell, name) for name in names), record)
         if other is not record:
             differ = "; ".join(_differing([other], [record]))
@@ -137,8 +141,10 @@ def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[R
     changes = comparison.changes
     shown = [c for c in changes if everything or any(v.found or v.reason for v in c.verdicts.values())]
     parts: list[RenderableType] = [_table(shown)] if shown else []
-    for metric, name in (("accuracy", "accuracy"), ("fpr", "FPR")):
+    for metric, name in METRICS.items():
         verdicts = [c.verdicts[metric] for c in changes if metric in c.verdicts]
+        if not verdicts:
+            continue
         counts = {word: sum(v.change == word for v in verdicts) for word in ("better", "worse")}
         refused = sum(bool(v.reason) for v in verdicts)
         same = len(verdicts) - sum(counts.values()) - refused
@@ -167,11 +173,10 @@ def _table(changes: Sequence[Change]) -> RichTable:
         for metric, v in change.verdicts.items():
             numbers = [f"{v.before:.1f}", f"{v.after:.1f}", v.points, f"{v.low:+.1f} to {v.high:+.1f}"]
             verdict = v.change + " (one seed)" * (len(v.by_seed) == 1) if v.found else v.words
-            name = {"accuracy": "accuracy", "fpr": "FPR"}[metric]
             texts = [
                 f"{change.method} + {change.objective}",
                 change.domain,
-                name,
+                METRICS[metric],
                 *(numbers if not v.reason else [""] * 4),
             ]
             table.add_row(*map(Text, texts), Text(verdict, STYLES[v.change]))

@@ -198,9 +198,12 @@ class RunFolder:
         return self.cells / f"{key}.safetensors"
 
     def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
-        """Records with the metrics that follow from their rows under another score, of `come.metrics.SCORES`."""
+        """Records with the metrics that follow from their rows under a score, of `come.metrics.SCORES`."""
         found = []
         for r in records:
+            if r.result.score == score:
+                found.append(r)
+                continue
             metrics = domain_metrics(self.rows(r.key), r.result.domains, r.result.fresh, score)
             result = r.result.model_copy(update={"score": score, "metrics": metrics})
             found.append(r.model_copy(update={"result": result}))

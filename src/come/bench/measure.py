@@ -22,11 +22,16 @@ from come.guard import Event
 from come.inputs import answered
 from come.method import Step
 from come.metrics import SCORES, brier, fpr, nll, summary
-from come.objectives import Objective
+from come.objectives import Objective, Opinion, Softmax
 from come.transition import UNKNOWN
 
 BLOCK = 2**21
 """Logits that rows are made from at once."""
+
+SOFTMAX, OPINION = Softmax(), Opinion()
+
+ALIKE = ("softmax", "belief")
+"""Scores that every record has the FPR by, whatever its own: those of EM and of COME."""
 
 
 class UnfitError(ComeError):
@@ -202,14 +207,15 @@ def _rows(objective: Objective, seen: Sequence[_Seen]) -> Rows:
     finite = torch.cat(judged) if len(judged) == len(seen) else answered(z)
     z = torch.where(finite[:, None], z, UNKNOWN)
     log_p = z.log_softmax(dim=1)
-    probability, prediction = log_p.exp().max(dim=1)
+    opinion = OPINION.log_mass(z).float().exp()
     found = {
         "index": torch.cat([s.indices for s in seen]),
         "label": labels,
-        "prediction": prediction,
+        "prediction": log_p.exp().max(dim=1).indices,
         "confidence": torch.where(finite, objective.confidence(z).float(), 0),
-        "msp": torch.where(finite, probability, 0),
-        "uncertainty": torch.where(finite, objective.uncertainty(z).float(), 1),
+        "softmax": torch.where(finite, SOFTMAX.confidence(z).float(), 0),
+        "belief": torch.where(finite, opinion[:, :-1].amax(dim=1), 0),
+        "uncertainty": torch.where(finite, opinion[:, -1], 1),
         "entropy": torch.special.entr(log_p.exp()).sum(dim=1),
         "energy": z.logsumexp(dim=1),
         "norm": torch.where(finite[:, None] & ~z.isneginf(), z, 0).norm(dim=1),  # a masked class is -inf
@@ -226,13 +232,19 @@ def _rows(objective: Objective, seen: Sequence[_Seen]) -> Rows:
 def domain_metrics(
     rows: Rows, domains: Sequence[str], fresh: Sequence[bool], score: str = "confidence"
 ) -> dict[str, dict[str, float]]:
-    """All metrics of each domain; where the method was not reset before it, also the FPR over everything since."""
+    """All metrics of each domain by a score, and the FPR by each of `ALIKE` as "fpr_softmax" and "fpr_belief".
+
+    Where the method was not reset before it, also the FPR over everything since.
+    """
     found: dict[str, dict[str, float]] = {}
     since = 0
     for i, domain in enumerate(domains):
         since = i if fresh[i] else since
         here = {name: value[rows["domain"] == i] for name, value in rows.items()}
         found[domain] = summary(here, score=score)
+        if "fpr" in found[domain]:
+            right = here["prediction"] == here["label"]
+            found[domain] |= {f"fpr_{name}": fpr(SCORES[name](here), right) for name in ALIKE}
         found[domain]["diverged"] = 1 - here["finite"].double().mean().item() if len(here["finite"]) else 0.0
         if since < i:
             so_far = (rows["domain"] >= since) & (rows["domain"] <= i)

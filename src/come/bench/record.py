@@ -25,8 +25,9 @@ COLUMNS: Mapping[str, torch.dtype] = {
     "index": torch.int32,
     "label": torch.int32,  # -1: outlier
     "prediction": torch.int32,
-    "confidence": torch.float32,
-    "msp": torch.float32,
+    "confidence": torch.float32,  # the objective's own; what follows is of the logits alone
+    "softmax": torch.float32,
+    "belief": torch.float32,
     "uncertainty": torch.float32,
     "entropy": torch.float32,
     "energy": torch.float32,

@@ -31,8 +31,14 @@ from come.bench.record import Record, Rows
 from come.errors import unknown
 from come.metrics import SCORES
 
-METRICS = ("accuracy", "fpr")
-"""What verdicts are about."""
+METRICS = {"accuracy": "accuracy", "fpr": "FPR", "fpr_softmax": "FPR by softmax"}
+"""What verdicts are about, and what it is called.
+
+By the published convention the FPR of EM is by softmax and that of COME by belief, so a part of their difference is the
+score's. `fpr_softmax` has one score for both: the one that EM and the source are published with, so that only COME's number
+changes.
+Records under a score that was asked for, see `RunFolder.rescored`, have the one FPR.
+"""
 
 LEVEL = 0.05
 REACH = NormalDist().inv_cdf(1 - LEVEL / 2)
@@ -113,7 +119,7 @@ class Verdict:
         """The claim, judged by the metric."""
         if not self.found:
             return "same"
-        return "better" if (self.claim == "lower") == (self.metric == "fpr") else "worse"
+        return "better" if (self.claim == "higher") == (self.metric == "accuracy") else "worse"
 
     @property
     def words(self) -> str:
@@ -176,12 +182,14 @@ def _sample(rows: Rows, score: str, outliers: str) -> Sample:
     label, index, kind = (rows[name].numpy() for name in ("label", "index", "kind"))
     inlier = label >= 0
     right = inlier & (rows["prediction"].numpy() == label)
-    confidence = SCORES[score](rows).double().numpy()
+    by = {"fpr": score} | ({"fpr_softmax": "softmax"} if score == "confidence" else {})
+    confidences = {metric: SCORES[name](rows).double().numpy() for metric, name in by.items()}
     weights, columns = _weights(index, kind < 0, outliers)
-    counts = {"accuracy": int(inlier.sum()), "fpr": int((~right).sum())}
-    parts: dict[str, list[Floats]] = {metric: [] for metric in METRICS if metric == "fpr" or counts[metric]}
+    counts = {"accuracy": int(inlier.sum())} | dict.fromkeys(by, int((~right).sum()))
+    parts: dict[str, list[Floats]] = {metric: [] for metric in counts if metric in by or counts[metric]}
     for some in _chunks(weights, len(label)):
-        parts["fpr"].append(resampled_fpr(confidence, right, some, columns))
+        for metric, confidence in confidences.items():
+            parts[metric].append(resampled_fpr(confidence, right, some, columns))
         if "accuracy" in parts:
             parts["accuracy"].append(_share(some.take(columns[right], axis=1), some.take(columns[inlier], axis=1)))
     order = np.lexsort((label, index, kind))
@@ -285,7 +293,7 @@ def judge(metric: str, pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> 
     """The verdict on the mean over domains and seeds.
 
     Args:
-        metric: accuracy or fpr.
+        metric: one of `METRICS`.
         pairs: for each seed, the domains of the first and of the second run.
 
     Returns:
@@ -383,5 +391,6 @@ def verdicts(folder: RunFolder, records: Iterable[Record]) -> Verdicts:
             for objective, after in others:
                 judged = compared(first[1], after, domains)
                 found |= {(method, objective, *key): verdict for key, verdict in judged.items()}
-    by_domain = {metric: {k: v for k, v in found.items() if k[3] == metric and k[2] != AVERAGE} for metric in METRICS}
-    return {**found, **corrected(by_domain["accuracy"]), **corrected(by_domain["fpr"])}
+    for metric in METRICS:
+        found |= corrected({k: v for k, v in found.items() if k[3] == metric and k[2] != AVERAGE})
+    return found

@@ -10,18 +10,25 @@ Rows = Mapping[str, Tensor]
 
 SCORES: Mapping[str, Callable[[Rows], Tensor]] = {
     "confidence": lambda rows: rows["confidence"],
-    "msp": lambda rows: rows["msp"],
-    "uncertainty": lambda rows: -rows["uncertainty"],
-    "energy": lambda rows: rows["energy"],
+    "softmax": lambda rows: rows["softmax"],
+    "belief": lambda rows: rows["belief"],
+    "u": lambda rows: -rows["uncertainty"],
     "entropy": lambda rows: -rows["entropy"],
+    "energy": lambda rows: rows["energy"],
 }
-"""Confidences by name, from the rows of a run; larger is more confident.
+r"""Confidences by name, from the rows of a run; larger is more confident.
 
-"confidence" is the objective's own: the largest probability or belief. "msp" is the largest softmax probability. "energy"
-is the logsumexp of the logits, the negative of the energy. "uncertainty" and "entropy" are negated.
+"confidence" is the objective's own, as published: the largest softmax probability for EM, the largest belief for COME. All
+others are functions of the logits f alone, so the same for every objective. With the log-sum :math:`L = \ln \sum_k e^{f_k}`:
+
+- softmax: the largest softmax probability, :math:`e^{\max f - L}`.
+- belief: the largest belief of COME, :math:`e^{\max f} / (e^L + K)`.
+- u: COME's uncertainty, negated: :math:`-K / (e^L + K)`. It ranks as the energy does.
+- entropy: of the softmax, negated.
+- energy: L, which is minus what the literature calls the energy.
 """
 
-PROBABILITIES = ("confidence", "msp")
+PROBABILITIES = ("confidence", "softmax", "belief")
 """The scores that claim a probability, and so can be calibrated."""
 
 

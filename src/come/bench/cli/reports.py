@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from come.bench.cli.options import Debug
-from come.bench.cli.watch import say_unfinished
+from come.bench.cli.watch import say_unfinished, show_table
 from come.bench.compare import compare_runs, shown_changes
 from come.bench.folder import RunFolder
 from come.bench.record import Record
@@ -22,7 +22,6 @@ from come.bench.report import (
     to_json,
     to_latex,
     to_markdown,
-    to_rich,
     write_figures,
     write_html,
 )
@@ -34,6 +33,14 @@ from come.metrics import SCORES
 
 FIGURE_FORMATS = ("pdf", "png", "svg")
 FORMATS = {"md": to_markdown, "latex": to_latex, "csv": to_csv, "json": to_json}
+Score = Annotated[
+    str,
+    typer.Option(
+        help=f"What FPR ranks samples by: {', '.join(SCORES)}. By default as published, each objective by its own confidence, "
+        "and beside it by softmax for all.",
+        show_default=False,
+    ),
+]
 
 
 def report(
@@ -46,7 +53,7 @@ def report(
         str | None, typer.Option(help="Also write the figures, as " + ", ".join(FIGURE_FORMATS) + ", to RUN/figures.")
     ] = None,
     metric: Annotated[str, typer.Option(help="What the table shows for each domain: accuracy, fpr, ...")] = "accuracy",
-    score: Annotated[str, typer.Option(help="What FPR ranks samples by: " + ", ".join(SCORES) + ".")] = "confidence",
+    score: Score = "confidence",
     plan: Annotated[int | None, typer.Option(help="Which plan, where the folder holds several.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -57,17 +64,14 @@ def report(
     if score not in SCORES:
         raise unknown("score", score, SCORES)
     folder = RunFolder.existing(run)
-    records = _chosen(folder, plan)
-    if score != "confidence":
-        records = folder.rescored(records, score)
+    records = folder.rescored(_chosen(folder, plan), score)
     judged = verdicts(folder, records)
     table = results_table(records, metric=metric, verdicts=judged)
     if format_ is not None:
         typer.echo(FORMATS[format_](table).rstrip())
         return
     console = Console(highlight=False)
-    for part in to_rich(table, console.width):
-        console.print(part)
+    show_table(console, table, records)
     say_unfinished(console, list(missing(records)), failed(folder.failures(), records))
     page = out or folder.path / "report.html"
     write_html(folder, records, page, ["come", *sys.argv[1:]], judged)
@@ -93,11 +97,15 @@ def compare(
     first: Annotated[Path, typer.Argument(help="The run folder to compare with.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="The run folder that may be better or worse.", show_default=False)],
     all_: Annotated[bool, typer.Option("--all", help="Also show where no difference was found.")] = False,
+    score: Score = "confidence",
     debug: Debug = False,
 ) -> None:
     """Show what differs between two runs beyond chance, by intervals from their samples."""
+    if score not in SCORES:
+        raise unknown("score", score, SCORES)
+    found = compare_runs(RunFolder.existing(first), RunFolder.existing(second), score)
     console = Console(highlight=False)
-    for part in shown_changes(compare_runs(RunFolder.existing(first), RunFolder.existing(second)), everything=all_):
+    for part in shown_changes(found, everything=all_):
         console.print(part)
 
 

@@ -16,7 +16,8 @@ from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
 from come.bench.record import Failure
-from come.bench.report import results_table, to_rich, write_html, write_report
+from come.bench.report import Table, results_table, to_rich, write_html, write_report
+from come.bench.report.tables import scores_note
 from come.bench.runner import Progress, effort
 from come.bench.statistics import Verdicts, verdicts
 
@@ -60,15 +61,20 @@ def show_results(
     score: str = "confidence",
 ) -> Verdicts:
     """Print the table, and write the reports; returns what differs beyond chance."""
-    if score != "confidence":
-        records = folder.rescored(records, score)
+    records = folder.rescored(records, score)
     judged = verdicts(folder, records)
-    for part in to_rich(results_table(records, title, verdicts=judged), console.width):
-        console.print(part)
+    show_table(console, results_table(records, title, verdicts=judged), records)
     write_report(records, folder.path / "report.md", command, judged, folder.failures())
     write_html(folder, records, folder.path / "report.html", command, judged)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
     return judged
+
+
+def show_table(console: Console, table: Table, records: Sequence[Record]) -> None:
+    """Print a table of records, and by which score its FPR is."""
+    for part in to_rich(table, console.width):
+        console.print(part)
+    console.print(f"[dim]{scores_note(records)}[/]")
 
 
 class Watch(Progress):

@@ -13,12 +13,10 @@ from statistics import fmean
 
 from come.bench.paper import PaperTable
 from come.bench.record import Record
-from come.bench.statistics import Verdict, Verdicts
+from come.bench.statistics import METRICS, Verdict, Verdicts
 
 SUBSTANTIAL = 0.5
 """Points from which the paper calls a difference substantial."""
-
-NAMES = {"accuracy": "accuracy", "fpr": "FPR"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Comparison:
     def agreement(self) -> list[str]:
         """Sentences: what agrees with the paper, what contradicts it, what cannot be told, and the order of the rows."""
         said = []
-        if self.metric in NAMES:
+        if self.metric in METRICS:
             agree: list[str] = []
             contradict: list[str] = []
             unclear: list[str] = []
@@ -86,7 +84,7 @@ class Comparison:
                 ("Cannot be told from this run", unclear),
             ):
                 if found:
-                    said.append(f"{words}, {NAMES[self.metric]} with COME against EM: {', '.join(found)}.")
+                    said.append(f"{words}, {METRICS[self.metric]} with COME against EM: {', '.join(found)}.")
         pairs = [(line.paper, line.measured) for line in self.lines if None not in (line.paper, line.measured)]
         if len(pairs) >= 3 and all(len(set(column)) > 1 for column in zip(*pairs, strict=True)):
             from scipy import stats  # takes a second to import

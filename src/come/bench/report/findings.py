@@ -10,15 +10,14 @@ import numpy as np
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import shared
 from come.bench.report.reading import Piece
-from come.bench.report.tables import Verdicts, domains_of, entries, names_of, objectives_of
+from come.bench.report.tables import Verdicts, domains_of, entries, names_of, objectives_of, rescored_source
 from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict
 
 WORDS = {"em": "entropy minimization (em)", "come": "COME"}
-NAMES = {"accuracy": "accuracy", "fpr": "FPR"}
 
 
 def changes(records: Sequence[Record], verdicts: Verdicts) -> dict[tuple[str, str, str], list[Verdict]]:
-    """By method, first and further objective: the verdicts on the average accuracy and FPR."""
+    """By method, first and further objective: the verdicts on the averages."""
     found = {}
     for method, (first, *others) in objectives_of(records).items():
         for objective in others:
@@ -34,19 +33,14 @@ def headline(records: Sequence[Record], verdicts: Verdicts) -> str:
     sentences = []
     for before, after in dict.fromkeys((before, after) for _, before, after in found):
         chosen = [v for (_, *pair), judged in found.items() if tuple(pair) == (before, after) for v in judged]
-        parts = [f"{NAMES[m]} {_tally([v.claim for v in chosen if v.metric == m])}" for m in METRICS if _has(chosen, m)]
-        sentences.append(
-            f"With {WORDS.get(after, after)} in place of {WORDS.get(before, before)}, {', and '.join(parts)}."
-        )
+        claims = {name: [v.claim for v in chosen if v.metric == metric] for metric, name in METRICS.items()}
+        parts = "; ".join(f"{name} {_tally(found)}" for name, found in claims.items() if found)
+        sentences.append(f"With {WORDS.get(after, after)} in place of {WORDS.get(before, before)}, {parts}.")
     if not sentences:
         return "No method ran with two objectives on all domains, so there is nothing to compare."
     if all(len(v.by_seed) < 2 for judged in found.values() for v in judged):
         sentences.append(ONE_SEED)
     return " ".join(sentences)
-
-
-def _has(chosen: Sequence[Verdict], metric: str) -> bool:
-    return any(verdict.metric == metric for verdict in chosen)
 
 
 def _tally(claims: Sequence[str]) -> str:
@@ -72,11 +66,12 @@ def _tally(claims: Sequence[str]) -> str:
 
 
 def extremes(records: Sequence[Record]) -> str:
-    """The best accuracy and the lowest FPR, next to the source's."""
+    """The best accuracy and the lowest FPR, next to the source's; by COME's score too, where it stands in the table."""
     names = names_of(records)
-    numbers = {pair: entries(records, *pair, [(AVERAGE, "accuracy"), (AVERAGE, "fpr")]) for pair in names}
-    accuracies = {pair: a.mean for pair, (a, _) in numbers.items() if a is not None}
-    rates = {pair: f.mean for pair, (_, f) in numbers.items() if f is not None}
+    keys = [(AVERAGE, metric) for metric in ("accuracy", "fpr", "fpr_belief")]
+    numbers = {pair: entries(records, *pair, keys) for pair in names}
+    accuracies = {pair: a.mean for pair, (a, *_) in numbers.items() if a is not None}
+    rates = {pair: f.mean for pair, (_, f, _) in numbers.items() if f is not None}
     if not accuracies or not rates:
         return ""
     best, lowest = max(accuracies, key=lambda p: accuracies[p]), min(rates, key=lambda p: rates[p])
@@ -86,7 +81,11 @@ def extremes(records: Sequence[Record]) -> str:
     )
     source = next((pair for pair in accuracies if pair[0] == "source" and pair in rates), None)
     if source is not None:
-        text += f" Without adaptation, accuracy is {accuracies[source]:.1f}% and FPR {rates[source]:.1f}%."
+        by_belief = numbers[source][2]
+        other = (
+            f" ({by_belief.mean:.1f}% by belief, the score of COME)" if by_belief and rescored_source(records) else ""
+        )
+        text += f" Without adaptation, accuracy is {accuracies[source]:.1f}% and FPR {rates[source]:.1f}%{other}."
     return text
 
 

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from come.bench.report.tables import Entry, Table
+from come.bench.report.tables import METRICS, Entry, Row, Table
 
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
 """What Markdown would take for a mark or for HTML."""
@@ -20,7 +20,7 @@ def to_markdown(table: Table) -> str:
     lines.append("|".join(["", " ", *map(plain_markdown, table.columns), ""]))
     lines.append("|---|" + "---:|" * len(table.columns))
     for row in table.rows:
-        cells = [_bold(e, "**{}**", str) for e in row.entries]
+        cells = [_bold(e, "**{}**", str, row) for e in row.entries]
         lines.append("|".join(["", plain_markdown(row.name.strip()), *cells, ""]))
     return "\n".join(lines) + "\n"
 
@@ -34,8 +34,8 @@ def plain_markdown(text: str) -> str:
     return MARKDOWN.sub(r"\\\1", text)
 
 
-def _bold(entry: Entry | None, form: str, escaped: Callable[[str], str]) -> str:
-    text = escaped("·" if entry is None else str(entry))
+def _bold(entry: Entry | None, form: str, escaped: Callable[[str], str], row: Row) -> str:
+    text = escaped(("" if row.score else "·") if entry is None else str(entry))
     return form.format(text) if entry is not None and entry.change in ("better", "worse") else text
 
 
@@ -76,8 +76,8 @@ def to_latex(table: Table) -> str:
     for before, row in zip((None, *table.rows), table.rows, strict=False):
         if before is not None and before.method != row.method:
             lines.append(r"\midrule")
-        name = _escaped(row.name) if row.ran_with else r"\quad Improve"
-        lines.append(_line([name, *(_bold(e, r"\textbf{{{}}}", _escaped) for e in row.entries)]))
+        name = (r"\quad " if row.name.startswith("  ") else "") + _escaped(row.name.strip())
+        lines.append(_line([name, *(_bold(e, r"\textbf{{{}}}", _escaped, row) for e in row.entries)]))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
@@ -90,12 +90,13 @@ def _escaped(text: str) -> str:
 
 
 NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
-COLUMNS = ("method", "objective", "domain", "metric", "mean", "spread", "seeds")
+COLUMNS = ("method", "objective", "domain", "metric", "score", "mean", "spread", "seeds")
 
 
 def to_csv(table: Table) -> str:
-    """One line for each number, not rounded: method, objective, domain (or "average"), metric, mean, spread, seeds.
+    """One line for each number, not rounded: method, objective, domain (or "average"), metric, score, mean, spread, seeds.
 
+    The score is what samples are ranked by, see `come.metrics.SCORES`; empty where nothing is ranked.
     Numbers are in percent, but nll is in nats and brier as it is. The spread is the standard deviation over seeds, empty
     with one seed; the mean is empty where a cell is missing. Differences are left to whoever reads it. A name that a
     spreadsheet would take for a formula has a single quote before it.
@@ -104,8 +105,8 @@ def to_csv(table: Table) -> str:
         >>> from come.bench.report.tables import Row
         >>> table = Table("", ("Fog",), (Row("tent", "em", (Entry(52.13),), "em"),), (("fog", "accuracy"),))
         >>> print(to_csv(table), end="")
-        method,objective,domain,metric,mean,spread,seeds
-        tent,em,fog,accuracy,52.13,,1
+        method,objective,domain,metric,score,mean,spread,seeds
+        tent,em,fog,accuracy,,52.13,,1
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -138,5 +139,10 @@ def to_json(table: Table) -> str:
 def _numbers(table: Table) -> Iterator[dict[str, str | float | None]]:
     for row in (row for row in table.rows if row.ran_with):
         for (domain, metric), entry in zip(table.keys, row.entries, strict=True):
+            if entry is None and row.score:
+                continue
             numbers = (None, None, 0) if entry is None else (entry.mean, entry.spread, entry.seeds)
-            yield dict(zip(COLUMNS, (row.method, row.ran_with, domain, metric, *numbers), strict=True))
+            own = METRICS[metric].score
+            score = "" if own is None else own or row.score or table.score
+            name = metric.removesuffix(f"_{own}")
+            yield dict(zip(COLUMNS, (row.method, row.ran_with, domain, name, score, *numbers), strict=True))

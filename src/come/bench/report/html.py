@@ -25,17 +25,19 @@ from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
-from come.bench.report.findings import NAMES, changes, collapses, extremes, failed, headline, missing, recoveries
+from come.bench.report.findings import changes, collapses, extremes, failed, headline, missing, recoveries
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import (
     METRICS,
     Entry,
     Table,
     Verdicts,
+    domains_of,
     metrics_table,
     names_of,
     objectives_of,
     results_table,
+    scores_note,
 )
 from come.bench.report.writing import about, write_text
 from come.bench.statistics import AVERAGE
@@ -45,14 +47,6 @@ POINTS = 36
 
 LISTED = 8
 """Items of a list in a sentence."""
-
-SCORES = {
-    "confidence": "the confidence",
-    "msp": "the largest softmax probability",
-    "uncertainty": "the certainty (1 - u)",
-    "energy": "the logsumexp of the logits",
-    "entropy": "the negative entropy",
-}
 
 Context = dict[str, Any]
 
@@ -97,10 +91,10 @@ def write_html(
             title=f"{records[0].cell.model} on {records[0].cell.data}",
             about=f"{about(records)}, {records[0].cell.size} images, batches of {records[0].cell.batch_size}",
             seeds=sorted({r.cell.seed for r in records}),
-            score=SCORES.get(records[0].result.score, "the confidence"),
+            scores=scores_note(records),
             finding=_finding(records, judged, found.pieces, folder.failures()),
             accuracy=_table(results_table(records, verdicts=judged)),
-            fpr=_table(results_table(records, metric="fpr", verdicts=judged)),
+            rates=[_table(results_table(records, metric=name, verdicts=judged)) for name in _rates(records)],
             metrics=_metrics(records),
             figures=_figures(records, found),
             cost=_cost(records),
@@ -110,11 +104,17 @@ def write_html(
     write_text(path, text)
 
 
+def _rates(records: Sequence[Record]) -> list[str]:
+    """The FPRs that verdicts are about and the records have; one if they are under one score."""
+    found = [name for name in statistics.METRICS if METRICS[name].score is not None and domains_of(records, name)]
+    return found if records[0].result.score == "confidence" else found[:1]
+
+
 def _finding(
     records: Sequence[Record], judged: Verdicts, pieces: Sequence[Piece], failures: Sequence[Failure]
 ) -> Context:
     cards = [
-        (f"{method}: {before} → {after}", [(NAMES[v.metric], v) for v in found])
+        (f"{method}: {before} → {after}", [(statistics.METRICS[v.metric], v) for v in found])
         for (method, before, after), found in changes(records, judged).items()
     ]
     return {
@@ -146,7 +146,9 @@ def _table(table: Table) -> Context:
     best = [_best(table, i) for i in range(len(heads))]
     rows, before = [], None
     for row in table.rows:
-        kind = "improve" if not row.ran_with else "first" if row.method != before else ""
+        kind = (
+            "improve again" if row.score else "improve" if not row.ran_with else "first" if row.method != before else ""
+        )
         marked = [(e, bool(row.ran_with and e and _printed(e) == b)) for e, b in zip(row.entries, best, strict=True)]
         rows.append((kind, row.name.strip(), marked))
         before = row.method

@@ -34,27 +34,40 @@ class Metric:
     lower_is_better: bool | None = False
     """None where neither is: the number describes, and is not judged."""
     percent: bool = True
+    score: str | None = None
+    """What it ranks samples by: None if it ranks none, "" for the score of the record, else that one whatever the record's."""
 
     @property
     def column(self) -> str:
         """The head of its column, with an arrow towards the better values."""
-        return self.head + {True: "↓", False: "↑", None: ""}[self.lower_is_better]
+        return self.under("confidence")
+
+    def under(self, score: str) -> str:
+        """The same, with the score of the record if that is not the published convention."""
+        named = f"{self.head} {score}" if self.score == "" and score != "confidence" else self.head
+        return named + {True: "↓", False: "↑", None: ""}[self.lower_is_better]
 
 
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric("Acc", "labelled samples that are predicted right"),
-    "fpr": Metric("FPR", "wrong samples that pass the threshold which accepts 95% of the right ones", True),
-    "fpr_so_far": Metric("FPR so far", "FPR over all domains since the method was last reset", True),
-    "auroc_correct": Metric("AUROC", "chance that a right sample is more confident than a wrong one"),
-    "aurc": Metric("AURC", "error among the most confident samples, averaged over how many of them are taken", True),
-    "accuracy_at_80": Metric("Acc@80", "accuracy on the most confident 80% of the samples"),
-    "ece": Metric("ECE", "gap between confidence and accuracy, averaged over 15 bins", True),
+    "fpr": Metric("FPR", "wrong samples that pass the threshold which accepts 95% of the right ones", True, score=""),
+    "fpr_softmax": Metric("FPR softmax", "FPR of every row by the largest softmax probability", True, score="softmax"),
+    "fpr_belief": Metric("FPR belief", "FPR of every row by the largest belief", True, score="belief"),
+    "fpr_so_far": Metric("FPR so far", "FPR over all domains since the method was last reset", True, score=""),
+    "auroc_correct": Metric("AUROC", "chance that a right sample is more confident than a wrong one", score=""),
+    "aurc": Metric(
+        "AURC", "error among the most confident samples, averaged over how many of them are taken", True, score=""
+    ),
+    "accuracy_at_80": Metric("Acc@80", "accuracy on the most confident 80% of the samples", score=""),
+    "ece": Metric("ECE", "gap between confidence and accuracy, averaged over 15 bins", True, score=""),
     "nll": Metric("NLL", "negative log-likelihood of the label, in nats", True, percent=False),
     "brier": Metric("Brier", "squared error of the probabilities, summed over the classes", True, percent=False),
-    "auroc_outlier": Metric("AUROC out", "chance that a sample of a known class is more confident than an outlier"),
-    "aupr_in": Metric("AUPR in", "area under precision and recall of finding the known classes"),
-    "aupr_out": Metric("AUPR out", "area under precision and recall of finding the outliers"),
-    "fpr95": Metric("FPR95", "outliers that pass the threshold which accepts 95% of the known classes", True),
+    "auroc_outlier": Metric(
+        "AUROC out", "chance that a sample of a known class is more confident than an outlier", score=""
+    ),
+    "aupr_in": Metric("AUPR in", "area under precision and recall of finding the known classes", score=""),
+    "aupr_out": Metric("AUPR out", "area under precision and recall of finding the outliers", score=""),
+    "fpr95": Metric("FPR95", "outliers that pass the threshold which accepts 95% of the known classes", True, score=""),
     "dominant_share": Metric("Top class", "predictions that fall on the class predicted most", None),
     "used": Metric("Used", "samples that drove an update", None),
     "diverged": Metric("Diverged", "samples for which the model gave no finite numbers", True),
@@ -92,12 +105,16 @@ class Row:
     entries: tuple[Entry | None, ...]
     ran_with: str = ""
     """The objective of the run; empty for a difference."""
+    score: str = ""
+    """For a line that repeats the one above it under another score: which."""
 
     @property
     def name(self) -> str:
         """What stands at the left of the line."""
         if not self.ran_with:
             return "  Improve"
+        if self.score:
+            return f"  by {self.score}"
         return f"{self.method} + {self.objective}" if self.objective else self.method
 
 
@@ -110,6 +127,8 @@ class Table:
     rows: tuple[Row, ...]
     keys: tuple[tuple[str, str], ...]
     """For each column its domain, or "average", and its metric."""
+    score: str = "confidence"
+    """What "fpr" and other rates rank samples by, a name in `come.metrics.SCORES`."""
 
 
 Verdicts = Mapping[tuple[str, str, str, str], Verdict]
@@ -120,9 +139,10 @@ def results_table(
 ) -> Table:
     """A metric for each domain, then its average; mean and deviation over seeds.
 
-    Beside the average accuracy stands the average FPR. The "Improve" row under two objectives of one method is the second
-    minus the first, of the means. With verdicts, a triangle marks a difference that they found: up where the number rose,
-    down where it fell.
+    Beside the average accuracy stands the average FPR: as published, each objective by its own confidence, and by softmax for
+    all of them; under the source, its FPR by belief shows what the change of the score alone does. Records under one score
+    (`RunFolder.rescored`) have one FPR. The "Improve" row under two objectives of one method is the second minus the first, of
+    the means. With verdicts, a triangle marks a difference that they found: up where the number rose, down where it fell.
 
     Args:
         records: of one plan; see `configurations`.
@@ -138,10 +158,14 @@ def results_table(
         known = ", ".join(name for name in METRICS if name in there) or "no metric"
         raise InputError(f"no table of {metric!r}: the records have {known}")
     domains = domains_of(records)
-    averages = ("accuracy", "fpr") if metric == "accuracy" else (metric,)
+    averages = [metric]
+    if metric in ("accuracy", "fpr"):
+        beside = ("fpr", "fpr_softmax") if _as_published(records) and "fpr_softmax" in there else ("fpr",)
+        averages = list(dict.fromkeys((metric, *beside)))
     keys = [*((d, metric) for d in domains), *((AVERAGE, m) for m in averages)]
-    heads = [*(cut(SHORT.get(d, d)) for d in domains), *(METRICS[m].column for m in averages)]
-    return Table(title, tuple(heads), _rows(records, keys, verdicts or {}), tuple(keys))
+    heads = [*(cut(SHORT.get(d, d)) for d in domains), *(METRICS[m].under(records[0].result.score) for m in averages)]
+    rows = _with_rescored_source(records, keys, _rows(records, keys, verdicts or {}))
+    return Table(title, tuple(heads), rows, tuple(keys), records[0].result.score)
 
 
 def metrics_table(records: Iterable[Record], title: str = "") -> Table:
@@ -154,7 +178,39 @@ def metrics_table(records: Iterable[Record], title: str = "") -> Table:
         if any(m.get(name) if name == "diverged" else name in m for m in found)  # it is news only where it happened
     ]
     rows = tuple(row for row in _rows(records, keys, {}) if row.ran_with)
-    return Table(title, tuple(METRICS[m].column for _, m in keys), rows, tuple(keys))
+    return Table(title, tuple(METRICS[m].column for _, m in keys), rows, tuple(keys), records[0].result.score)
+
+
+def scores_note(records: Sequence[Record]) -> str:
+    """By which score the FPR of a table of these records is, in a sentence."""
+    score = records[0].result.score
+    if score != "confidence":
+        return f"FPR is by {score} for all."
+    return "FPR is as published, by softmax for em and by belief for come; FPR softmax is by softmax for all."
+
+
+def _as_published(records: Sequence[Record]) -> bool:
+    return records[0].result.score == "confidence"
+
+
+def rescored_source(records: Sequence[Record]) -> bool:
+    """Whether the source stands in a table a second time, by belief: it ran by softmax, and something else by belief."""
+    pairs = {record.cell.pair for record in records}
+    return _as_published(records) and ("source", "em") in pairs and any(o.partition(":")[0] == "come" for _, o in pairs)
+
+
+def _with_rescored_source(
+    records: Sequence[Record], keys: Sequence[tuple[str, str]], rows: tuple[Row, ...]
+) -> tuple[Row, ...]:
+    """The rows, and under the source's its FPR by belief."""
+    wanted = [(domain, "fpr_belief") for domain, metric in keys if metric == "fpr"]
+    if not wanted or not rescored_source(records):
+        return rows
+    found = iter(entries(records, "source", "em", wanted))
+    line = Row("source", "em", tuple(next(found) if metric == "fpr" else None for _, metric in keys), "em", "belief")
+    return tuple(
+        part for row in rows for part in ((row, line) if (row.method, row.ran_with) == ("source", "em") else (row,))
+    )
 
 
 def cut(name: str, most: int = 24) -> str:
@@ -240,9 +296,11 @@ STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}
 def to_rich(table: Table, width: int) -> list[RichTable]:
     """The table for a terminal of that many columns: as many pieces as it takes, the method at the left of each."""
     first = max((len(row.name) for row in table.rows), default=6) + 2
+    # the head of an average is broken between words
+    heads = [h.split() if key[0] == AVERAGE else [h] for h, key in zip(table.columns, table.keys, strict=True)]
     sizes = [
-        max([len(head), *(len(str(row.entries[i] or "")) for row in table.rows)]) + 2
-        for i, head in enumerate(table.columns)
+        max(*map(len, head), *(len(str(row.entries[i] or "")) for row in table.rows), 0) + 2
+        for i, head in enumerate(heads)
     ]
     pieces: list[list[int]] = [[]]
     for unit in _units(table):
@@ -254,11 +312,12 @@ def to_rich(table: Table, width: int) -> list[RichTable]:
         part = RichTable(title=table.title if not number else None, box=box.SIMPLE_HEAD, title_justify="left")
         part.add_column("", no_wrap=True)
         for i in piece:
-            part.add_column(table.columns[i], justify="right", no_wrap=True)
+            part.add_column("\n".join(heads[i]), justify="right", no_wrap=True)
         for k, row in enumerate(table.rows):
             last = k + 1 == len(table.rows) or table.rows[k + 1].method != row.method
-            cells = [Text(str(e), STYLES[e.change]) if e else Text("·", "dim") for e in (row.entries[i] for i in piece)]
-            part.add_row(Text(row.name, "" if row.ran_with else "dim"), *cells, end_section=last)
+            none = Text("" if row.score else "·", "dim")
+            cells = [Text(str(e), STYLES[e.change]) if e else none for e in (row.entries[i] for i in piece)]
+            part.add_row(Text(row.name, "" if row.ran_with and not row.score else "dim"), *cells, end_section=last)
         drawn.append(part)
     return drawn
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
-from come.bench.report.findings import NAMES, changes, failed, headline, missing
+from come.bench.report.findings import changes, failed, headline, missing
 from come.bench.report.formats import plain_markdown, to_markdown
-from come.bench.report.tables import Verdicts, results_table
+from come.bench.report.tables import Verdicts, results_table, scores_note
+from come.bench.statistics import METRICS
 from come.errors import StateError
 from come.files import replacing
 
@@ -55,14 +56,15 @@ def write_report(
         lines += [plain_markdown(headline(records, judged)), ""]
         for (method, before, after), found in changes(records, judged).items():
             words = "; ".join(
-                f"{NAMES[v.metric]} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason) for v in found
+                f"{METRICS[v.metric]} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason) for v in found
             )
             lines.append(f"* {plain_markdown(f'{method}, {before} to {after}: {words}')}.")
     lines += [
         "",
         "Accuracy in percent for each domain, its average, and the average FPR: the share of wrong samples that pass the",
-        "threshold which accepts 95% of the right ones; lower is better. Improve is the second objective minus the first; △",
-        "and ▽ mark where a difference was found."
+        "threshold which accepts 95% of the right ones; lower is better.",
+        f"{scores_note(records)} Improve is the second objective minus the first;",
+        "△ and ▽ mark where a difference was found."
         + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
         "",
         to_markdown(results_table(records, verdicts=judged)),
