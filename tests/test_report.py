@@ -104,8 +104,8 @@ class Page(HTMLParser):
 
 def test_a_table_of_any_metric(run):
     table = results_table(run.records(), "T", metric="fpr")
-    assert table.columns == ("Fog", "Contr.", "FPR↓")
-    assert table.keys == (("fog", "fpr"), ("contrast", "fpr"), ("average", "fpr"))
+    assert table.columns == ("Fog", "Contr.", "FPR↓", "FPR softmax↓")
+    assert table.keys == (("fog", "fpr"), ("contrast", "fpr"), ("average", "fpr"), ("average", "fpr_softmax"))
     both = results_table(run.records())
     assert table.rows[0].entries[-1] == both.rows[0].entries[-1]
 
@@ -119,7 +119,7 @@ def test_marks_are_what_the_verdicts_found(run, judged):
         for d, a in (("fog", 53), ("contrast", 47))
     }
     marked = next(row for row in results_table(run.records(), verdicts=found).rows if not row.ran_with)
-    assert [e.change for e in marked.entries] == ["better", "worse", "same", "same"]
+    assert [e.change for e in marked.entries] == ["better", "worse", "same", "same", "same"]
     assert [str(e)[0] for e in marked.entries[:1]] == ["△"]
     for metric in ("accuracy", "fpr"):
         table = results_table(run.records(), metric=metric, verdicts=judged)
@@ -148,7 +148,7 @@ def test_a_metric_that_is_not_there_is_refused(run, metric):
 
 def test_all_metrics_in_one_table(run):
     table = metrics_table(run.records())
-    assert table.columns[:4] == ("Acc↑", "FPR↓", "AUROC↑", "AURC↓")
+    assert table.columns[:5] == ("Acc↑", "FPR↓", "FPR softmax↓", "FPR belief↓", "AUROC↑")
     assert "Diverged↓" not in table.columns
     assert [row.name for row in table.rows] == ["source", "tent + em", "tent + come", "sar + em", "sar + come"]
     assert all(entry is not None for row in table.rows for entry in row.entries)
@@ -169,7 +169,7 @@ def test_csv_and_json_hold_the_numbers_as_they_are(run):
     table = results_table(run.records(), "T")
     lines = list(csv.DictReader(io.StringIO(to_csv(table))))
     numbers = json.loads(to_json(table))["numbers"]
-    assert len(lines) == len(numbers) == 5 * 4
+    assert len(lines) == len(numbers) == 5 * 5 + 1
     assert lines[0].keys() == numbers[0].keys()
     fog = next(n for n in numbers if (n["method"], n["objective"], n["domain"]) == ("tent", "come", "fog"))
     values = [100 * r.result.metrics["fog"]["accuracy"] for r in run.records()
@@ -187,9 +187,10 @@ def test_missing_numbers_are_empty_in_csv_null_in_json_and_dots_elsewhere(tmp_pa
     add(folder, "tent", "em", ("snow",))
     add(folder, "tent", "come", ("fog",))
     table = results_table(folder.records())
-    assert "tent,come,snow,accuracy,,,0" in to_csv(table)
+    assert "tent,come,snow,accuracy,,,,0" in to_csv(table)
     assert [n["domain"] for n in json.loads(to_json(table))["numbers"] if n["mean"] is None] == [
         "snow",
+        "average",
         "average",
         "average",
     ]
@@ -542,7 +543,7 @@ def test_markdown_of_hostile_names_is_text(tmp_path, name):
     outside = [line for line in text.splitlines() if not line.startswith("    ")]
     assert not re.search(r"(?<!\\)[<$]", "\n".join(outside))
     rows = [line for line in outside if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {5, 6}  # the two tables
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {6}  # both tables
 
 
 FORMULAS = ("=cmd()", "@x", "+x", "-x", "=1+1")

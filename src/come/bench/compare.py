@@ -23,7 +23,7 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unlike
 from come.bench.report.tables import STYLES
-from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, compared, corrected, gathered
+from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, called, compared, corrected, gathered
 from come.errors import InputError
 
 VARIED = frozenset(
@@ -58,6 +58,8 @@ class Comparison:
     """Why the costs are not compared, if they are not."""
     alone: tuple[int, int]
     """Cells that only the first run has, and only the second."""
+    score: str
+    """What FPR ranks samples by."""
 
 
 def compare_runs(first: RunFolder, second: RunFolder, score: str = "confidence") -> Comparison:
@@ -99,6 +101,7 @@ def compare_runs(first: RunFolder, second: RunFolder, score: str = "confidence")
         {pair: (cost(group), cost(groups_after[pair])) for pair, group in groups_before.items()},
         unlike([*groups_before.values(), *groups_after.values()]),
         (len(ours) - len(both), len(theirs) - len(both)),
+        score,
     )
 
 
@@ -140,16 +143,18 @@ def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[R
     """
     changes = comparison.changes
     shown = [c for c in changes if everything or any(v.found or v.reason for v in c.verdicts.values())]
-    parts: list[RenderableType] = [_table(shown)] if shown else []
-    for metric, name in METRICS.items():
+    parts: list[RenderableType] = [_table(shown, comparison.score)] if shown else []
+    for metric in METRICS:
         verdicts = [c.verdicts[metric] for c in changes if metric in c.verdicts]
         if not verdicts:
             continue
         counts = {word: sum(v.change == word for v in verdicts) for word in ("better", "worse")}
         refused = sum(bool(v.reason) for v in verdicts)
         same = len(verdicts) - sum(counts.values()) - refused
-        text = f"{name}: {counts['better']} better, {counts['worse']} worse, {same} without a difference"
-        parts.append(Text(f"{text}, {refused} not comparable, of {len(verdicts)} rows"))
+        text = (
+            f"{counts['better']} better, {counts['worse']} worse, {same} without a difference, {refused} not comparable"
+        )
+        parts.append(Text(f"{called(metric, comparison.score)}: {text}, of {len(verdicts)} rows"))
     if any(v.found and len(v.by_seed) == 1 for c in changes for v in c.verdicts.values()):
         parts.append(Text(ONE_SEED))
     parts += [Text(f"differs: {text}") for text in comparison.differing]
@@ -164,7 +169,7 @@ def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[R
     return [*parts, *_costs(comparison), Text(note, "dim")]
 
 
-def _table(changes: Sequence[Change]) -> RichTable:
+def _table(changes: Sequence[Change], score: str) -> RichTable:
     table = RichTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for head in ("method", "domain", "metric", "before", "after", "change", "95% interval", "verdict"):
         left = head in ("method", "domain", "metric", "verdict")
@@ -176,7 +181,7 @@ def _table(changes: Sequence[Change]) -> RichTable:
             texts = [
                 f"{change.method} + {change.objective}",
                 change.domain,
-                METRICS[metric],
+                called(metric, score).replace(" by ", " "),
                 *(numbers if not v.reason else [""] * 4),
             ]
             table.add_row(*map(Text, texts), Text(verdict, STYLES[v.change]))

@@ -40,6 +40,16 @@ changes.
 Records under a score that was asked for, see `RunFolder.rescored`, have the one FPR.
 """
 
+
+def called(metric: str, score: str = "confidence") -> str:
+    """What a metric of records under a score is called.
+
+    >>> called("fpr"), called("fpr", "belief"), called("fpr_softmax")
+    ('FPR', 'FPR by belief', 'FPR by softmax')
+    """
+    return METRICS[metric] + f" by {score}" * (metric == "fpr" and score != "confidence")
+
+
 LEVEL = 0.05
 REACH = NormalDist().inv_cdf(1 - LEVEL / 2)
 """Standard errors from the middle of an interval to its end."""

@@ -11,7 +11,7 @@ from come.bench.record import Failure, Record
 from come.bench.report.configurations import shared
 from come.bench.report.reading import Piece
 from come.bench.report.tables import Verdicts, domains_of, entries, names_of, objectives_of, rescored_source
-from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict
+from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, called
 
 WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 
@@ -33,8 +33,8 @@ def headline(records: Sequence[Record], verdicts: Verdicts) -> str:
     sentences = []
     for before, after in dict.fromkeys((before, after) for _, before, after in found):
         chosen = [v for (_, *pair), judged in found.items() if tuple(pair) == (before, after) for v in judged]
-        claims = {name: [v.claim for v in chosen if v.metric == metric] for metric, name in METRICS.items()}
-        parts = "; ".join(f"{name} {_tally(found)}" for name, found in claims.items() if found)
+        claims = {metric: [v.claim for v in chosen if v.metric == metric] for metric in METRICS}
+        parts = "; ".join(f"{called(m, records[0].result.score)} {_tally(said)}" for m, said in claims.items() if said)
         sentences.append(f"With {WORDS.get(after, after)} in place of {WORDS.get(before, before)}, {parts}.")
     if not sentences:
         return "No method ran with two objectives on all domains, so there is nothing to compare."

@@ -114,7 +114,7 @@ def _finding(
     records: Sequence[Record], judged: Verdicts, pieces: Sequence[Piece], failures: Sequence[Failure]
 ) -> Context:
     cards = [
-        (f"{method}: {before} → {after}", [(statistics.METRICS[v.metric], v) for v in found])
+        (f"{method}: {before} → {after}", [(statistics.called(v.metric, records[0].result.score), v) for v in found])
         for (method, before, after), found in changes(records, judged).items()
     ]
     return {

@@ -12,7 +12,7 @@ from come.bench.report.costs import by_pair, cost, threads, unlike
 from come.bench.report.findings import changes, failed, headline, missing
 from come.bench.report.formats import plain_markdown, to_markdown
 from come.bench.report.tables import Verdicts, results_table, scores_note
-from come.bench.statistics import METRICS
+from come.bench.statistics import called
 from come.errors import StateError
 from come.files import replacing
 
@@ -49,14 +49,15 @@ def write_report(
     """
     records, judged = one_configuration(records), verdicts or {}
     cell, machine = records[0].cell, records[0].machine
-    seeds = sorted({r.cell.seed for r in records})
+    seeds, score = sorted({r.cell.seed for r in records}), records[0].result.score
     bad = sum(r.result.bad_images for r in records)
     lines = [f"# {plain_markdown(f'{cell.model} on {cell.data}, {about(records)}')}", ""]
     if verdicts is not None:
         lines += [plain_markdown(headline(records, judged)), ""]
         for (method, before, after), found in changes(records, judged).items():
             words = "; ".join(
-                f"{METRICS[v.metric]} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason) for v in found
+                f"{called(v.metric, score)} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason)
+                for v in found
             )
             lines.append(f"* {plain_markdown(f'{method}, {before} to {after}: {words}')}.")
     lines += [
