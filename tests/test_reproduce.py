@@ -81,6 +81,20 @@ def test_columns_and_averages_are_laid_beside_each_other():
     ]
 
 
+def test_the_change_of_fpr_is_also_said_by_one_score():
+    metrics = {"fog": {"accuracy": 0.5, "fpr": 0.7}}
+    records = [record("tent", objective, metrics) for objective in ("em", "come")]
+    found = {
+        ("tent", "come", "average", metric): Verdict(metric, 70.0, after, error=1.0, p=p, by_seed=(after - 70,))
+        for metric, after, p in (("accuracy", 75.0, 0.0), ("fpr", 65.0, 0.0), ("fpr_softmax", 69.5, 0.6))
+    } | {("sar", "come", "average", "fpr_softmax"): Verdict("fpr_softmax", reason="other samples")}
+    said = {
+        c.metric: c.agreement()[-1] for c in compare(paper.get("standard"), records, found) if c.domain == "average"
+    }
+    assert said["fpr"] == "With EM and COME both by softmax, FPR changes here by: tent -0.5 (no difference found)."
+    assert "softmax" not in said["accuracy"]
+
+
 def test_lifelong_fpr_is_over_everything_so_far():
     metrics = {"fog": {"accuracy": 0.5, "fpr": 0.7, "fpr_so_far": 0.2}}
     found = compare(paper.get("lifelong-fpr"), [record("tent", "em", metrics, "lifelong")], {})

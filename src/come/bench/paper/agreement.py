@@ -8,7 +8,7 @@ Whether a measured change is one is decided by its interval (`come.bench.statist
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from come.bench.paper import PaperTable
@@ -39,6 +39,7 @@ class Comparison:
         metric: "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt.
         lines: one for each method and objective.
         verdicts: for each method, whether COME changes our number.
+        alike: the same for the FPR of both by softmax, which the paper does not print.
     """
 
     table: str
@@ -46,6 +47,7 @@ class Comparison:
     metric: str
     lines: tuple[Line, ...]
     verdicts: Mapping[str, Verdict]
+    alike: Mapping[str, Verdict] = field(default_factory=dict)
 
     def changes(self) -> list[tuple[str, float, float]]:
         """(method, change from em to come in the paper, measured) for methods that have all four numbers."""
@@ -85,6 +87,9 @@ class Comparison:
             ):
                 if found:
                     said.append(f"{words}, {METRICS[self.metric]} with COME against EM: {', '.join(found)}.")
+        alike = [f"{method} {v.points} ({v.words})" for method, v in self.alike.items() if not v.reason]
+        if alike:
+            said.append(f"With EM and COME both by softmax, FPR changes here by: {', '.join(alike)}.")
         pairs = [(line.paper, line.measured) for line in self.lines if None not in (line.paper, line.measured)]
         if len(pairs) >= 3 and all(len(set(column)) > 1 for column in zip(*pairs, strict=True)):
             from scipy import stats  # takes a second to import
@@ -113,9 +118,11 @@ def compare(table: PaperTable, records: Iterable[Record], verdicts: Verdicts) ->
                 mine = mine / ours_base if mine is not None and ours_base else None
             lines.append(Line(row.method, row.objective, theirs, mine))
         if any(line.measured is not None for line in lines):
-            wanted = ("come", column.domain, column.metric)
-            of = {method: verdict for (method, *key), verdict in verdicts.items() if tuple(key) == wanted}
-            found.append(Comparison(table.name, column.domain, column.metric, tuple(lines), of))
+            of, alike = (
+                {method: v for (method, *key), v in verdicts.items() if tuple(key) == ("come", column.domain, metric)}
+                for metric in (column.metric, f"{column.metric}_softmax")
+            )
+            found.append(Comparison(table.name, column.domain, column.metric, tuple(lines), of, alike))
     return found
 
 
