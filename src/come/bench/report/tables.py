@@ -203,14 +203,12 @@ def _with_rescored_source(
     records: Sequence[Record], keys: Sequence[tuple[str, str]], rows: tuple[Row, ...]
 ) -> tuple[Row, ...]:
     """The rows, and under the source's its FPR by belief."""
-    wanted = [(domain, "fpr_belief") for domain, metric in keys if metric == "fpr"]
-    if not wanted or not rescored_source(records):
+    found = entries(records, "source", "em", [(domain, "fpr_belief") for domain, _ in keys])
+    line = tuple(entry if metric == "fpr" else None for (_, metric), entry in zip(keys, found, strict=True))
+    if not rescored_source(records) or not any(line):
         return rows
-    found = iter(entries(records, "source", "em", wanted))
-    line = Row("source", "em", tuple(next(found) if metric == "fpr" else None for _, metric in keys), "em", "belief")
-    return tuple(
-        part for row in rows for part in ((row, line) if (row.method, row.ran_with) == ("source", "em") else (row,))
-    )
+    after = next(i for i, row in enumerate(rows, 1) if (row.method, row.ran_with) == ("source", "em"))
+    return (*rows[:after], Row("source", "em", line, "em", "belief"), *rows[after:])
 
 
 def cut(name: str, most: int = 24) -> str:
