@@ -117,7 +117,7 @@ def test_the_policy_forbids_the_network(browser, page):
 def test_tables_are_sorted_by_mouse_and_keyboard(browser, page, key):
     load(browser, page)
     before = names(browser, "#accuracy")
-    assert before == ["source", "tent + em", "tent + come", "Improve", "sar + em", "sar + come", "Improve"]
+    assert before == ["source", "by belief", "tent + em", "tent + come", "Improve", "sar + em", "sar + come", "Improve"]
     head = find(browser, "#accuracy thead th[aria-sort]")[0]
     button = head.find_element("css selector", "button")
 
@@ -128,7 +128,7 @@ def test_tables_are_sorted_by_mouse_and_keyboard(browser, page, key):
     assert head.get_attribute("aria-sort") == "descending"
     values = column(browser, "#accuracy", 1)
     assert values == sorted(values, reverse=True)
-    assert "Improve" not in names(browser, "#accuracy")
+    assert not {"Improve", "by belief"} & set(names(browser, "#accuracy"))
     press()
     assert head.get_attribute("aria-sort") == "ascending"
     assert column(browser, "#accuracy", 1) == sorted(values)
@@ -144,7 +144,8 @@ def test_lower_is_first_where_lower_is_better_and_one_column_sorts_at_a_time(bro
     assert first.get_attribute("aria-sort") == "ascending"
     second.find_element("css selector", "button").click()
     assert (first.get_attribute("aria-sort"), second.get_attribute("aria-sort")) == ("none", "ascending")
-    assert column(browser, "#fpr", 2) == sorted(column(browser, "#fpr", 2))
+    found = column(browser, "#fpr .scroll:first-of-type", 2)  # the one as published
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])

@@ -19,7 +19,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
         });
       }
       for (const row of rows) {
-        // a difference says nothing without the two rows above it
+        // a difference, or the source by another score, says nothing without the rows above it
         row.hidden = next !== "none" && row.classList.contains("improve");
         body.append(row);
       }
