@@ -20,7 +20,7 @@ DOES_NOT_APPLY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
         (method, "an_unreliable_batch_moves_nothing"): (reason, ALL)
         for methods, reason in {
             ("source", "norm", "lame", "t3a"): "no weight ever moves",
-            ("tent", "tea", "cotta", "memo", "foa"): "every valid sample is used",
+            ("tent", "steady", "zerosiam", "tea", "cotta", "memo", "foa"): "every valid sample is used",
             ("rotta",): "steps are taken on a memory of samples",
             ("roid",): "samples are weighed against each other",
         }.items()

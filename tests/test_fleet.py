@@ -13,7 +13,7 @@ import come
 from come import methods
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
 
-METHODS = ["tent", "eata", "sar", "deyo", "roid", "pl"]
+METHODS = ["tent", "eata", "sar", "deyo", "roid", "pl", "steady"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
