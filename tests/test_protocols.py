@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from come.bench.data.opening import KINDS, open_source
 from come.bench.protocols import FREE, Outcome, Protocol
 from come.bench.runner import Progress
 
+ROOT = Path(__file__).parents[1]
 PLAN = Plan(data="glyphs:64", corruptions=("fog", "contrast"), batch_size=32)
 SHA256 = models.fingerprint(models.load("glyphs-vit").module)
 
@@ -346,3 +349,19 @@ def test_list_and_show(tiny, monkeypatch, capsys):
 def test_only_protocols_can_be_registered():
     with pytest.raises(come.ConfigError, match=r"protocol 'mine' must be a come.bench.protocols.Protocol, got"):
         protocols.register(SimpleNamespace(name="mine"))
+
+
+def test_the_page_lists_them_and_its_example_runs():
+    page = (ROOT / "docs" / "protocols.md").read_text()
+    for name in protocols.names():
+        protocol = protocols.get(name)
+        number = "none yet" if protocol.no_adapt is None else f"{protocol.no_adapt:g} ± {protocol.tolerance:g}"
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert line.endswith(f"| {number} |")
+        assert f"{protocol.images:,}" in line
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    try:
+        exec(example, {})
+        assert protocols.get("acme-photos").plan_for({"data": "photos-2024"}).data == "folder:photos-2024"
+    finally:
+        protocols._registry.remove("acme-photos")

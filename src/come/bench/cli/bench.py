@@ -112,7 +112,7 @@ def bench(
         cluster=cluster_of(engine, address, cpus, gpus),
         protocol=protocol,
     )
-    path = out or Path("runs") / f"{f'{protocol.name}-' if protocol else ''}{plan.slug}"
+    path = out or Path("runs") / (plan.slug if protocol is None else f"{protocol.name}-{plan.slug[-8:]}")
     console = Console(highlight=False)
     if dry_run:
         show_grid(console, watched, path)

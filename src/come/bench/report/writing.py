@@ -91,7 +91,7 @@ def write_report(
         "",
         "## Made with",
         "",
-        *([plain_markdown(f"{_sentence(outcome)} {outcome.protocol.paragraph()}"), ""] if outcome is not None else []),
+        *([plain_markdown(text) + "\n" for text in _protocol(outcome)] if outcome is not None else []),
         *([f"    {shlex.join(command)}".replace("\n", "\n    "), ""] if command else []),
         plain_markdown(f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {threads(machine)}."),
         "",
@@ -100,9 +100,10 @@ def write_report(
     write_text(path, "\n".join(lines) + "\n")
 
 
-def _sentence(outcome: Outcome) -> str:
-    text = str(outcome)
-    return f"{text[0].upper()}{text[1:]}."
+def _protocol(outcome: Outcome) -> tuple[str, str]:
+    """What No Adapt reached, and the protocol."""
+    said = str(outcome)
+    return f"{said[0].upper()}{said[1:]}.", outcome.protocol.paragraph()
 
 
 def about(records: Sequence[Record]) -> str:
