@@ -57,7 +57,7 @@ class Stream(Description):
     data: Text
     order: Indices
     shifts: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(_few)] = ((None, 5),)
-    then: Annotated[tuple[Shift, ...], Strict(False)] = ()
+    then: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(lambda then: then and _few(then))] = ()
     kinds: Annotated[tuple[int, ...], Strict(False)] = ()
     seed: Seed = 0
     domain: Text = "clean"
