@@ -272,7 +272,10 @@ def test_class_counts_that_do_not_fit_are_both_named():
         ({"model": "m" * 2000}, "model must be printable text of 1 to 1000 characters"),
         ({"guard": 1}, "guard must be a valid boolean, got 1"),
         ({"seeds": (2**63,)}, "seeds"),
-        ({"normalization": "imagnet"}, "normalization must be 'model', 'imagenet' or 'half', got 'imagnet'"),
+        (
+            {"normalization": "imagnet"},
+            "normalization must be 'model', 'imagenet', 'half', 'caffe' or 'lite', got 'imagnet'",
+        ),
         ({"hyper": {"tent": {"lr": "fast"}}}, "lr must be a positive number, or None for the paper's, got 'fast'"),
         ({"hyper": {"tent": {"steps": 0}}}, "steps must be an integer >= 1, got 0"),
         ({"smeed": 1}, "no option 'smeed'; did you mean 'seeds'"),

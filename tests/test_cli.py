@@ -205,7 +205,10 @@ def photos(tmp_path):
         (["--set", "tent.lr=-1"], "lr must be a positive number, or None for the paper's, got -1"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--device", "tpu"], "device 'tpu' cannot be used here"),
-        (["--normalization", "imagnet"], "normalization must be 'model', 'imagenet' or 'half', got 'imagnet'"),
+        (
+            ["--normalization", "imagnet"],
+            "normalization must be 'model', 'imagenet', 'half', 'caffe' or 'lite', got 'imagnet'",
+        ),
         (["--on-bad-image", "ignore"], "no value of --on-bad-image 'ignore'"),
         (["--data", "folder:{0}/nowhere"], "nowhere does not exist; give the folder"),
         (["--data", "folder:{0}/empty"], "empty has no subfolders"),

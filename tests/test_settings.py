@@ -14,6 +14,7 @@ from come.bench import Bench, Cell, Plan, RunFolder, run, settings
 from come.bench.data import GlyphOutlierSource, GlyphSource, Preprocess, Source, Stream, batches
 from come.bench.data.streams import OUTLIER
 from come.bench.report import findings, reading
+from come.corruptions import corrupt
 
 LABELS = [i % 4 for i in range(40)]
 CELL = Cell(data="glyphs:40", size=40, corruptions=("fog", "snow", "contrast"), method="tent", objective="em")
@@ -44,7 +45,8 @@ def streams(name, outliers_size=None, **changes):
 
 def test_names_in_the_papers_order():
     assert settings.names() == [
-        "standard", "lifelong", "open-world", "imbalanced", "mixed", "in-distribution", "gradual", "recurring", "small-batches",
+        "standard", "lifelong", "open-world", "imbalanced", "mixed", "in-distribution", "gradual", "changing", "recurring",
+        "small-batches",
     ]  # fmt: skip
 
 
@@ -159,6 +161,47 @@ def test_gradual_grows_and_fades():
     assert levels == [*sorted(levels[:22]), *sorted(levels[22:], reverse=True)]
     assert first.reset
     assert not any(e.reset for e in others)
+
+
+def test_changing_fades_one_corruption_into_the_next():
+    episodes = streams("changing", severity=3)
+    assert [e.stream.domain for e in episodes] == ["fog to snow", "snow to contrast", "contrast to fog"]
+    assert [e.reset for e in episodes] == [True, False, False]
+    stream = episodes[0].stream
+    assert stream.shifts == (("fog", 3), ("fog", 2), ("fog", 1), ("snow", 3))
+    assert stream.then == ((None, 3), ("snow", 1), ("snow", 2), (None, 3))
+    assert sorted(stream.order) == list(range(40))
+    way = [3 * i / 40 for i in range(40)]
+    assert all(k in (int(x), int(x) + 1) for k, x in zip(stream.kinds, way, strict=True))  # neighbours mix ...
+    assert list(stream.kinds) != sorted(stream.kinds)
+    assert [e.stream.kinds for e in streams("changing", severity=3)] == [
+        e.stream.kinds for e in episodes
+    ]  # by the seed
+
+
+def test_changing_corrupts_an_image_twice():
+    shifts, then = (("fog", 2), ("snow", 3)), (("contrast", 1), (None, 3))
+    stream = Stream(data="glyphs:4", order=(0, 1, 2, 3), shifts=shifts, then=then, kinds=(0, 1, 0, 1), seed=7)
+    source = GlyphSource("glyphs:4", 4)
+    (batch,) = batches(source, stream, lambda images: images)
+    clean, index = source.load(range(4)).images, torch.arange(4)
+    twice = corrupt(corrupt(clean, "fog", 2, seed=7, index=index), "contrast", 1, seed=7, index=index)
+    once = corrupt(clean, "snow", 3, seed=7, index=index)
+    assert torch.equal(batch.images[::2], twice[::2])
+    assert torch.equal(batch.images[1::2], once[1::2])
+    (alike,) = batches(source, stream.model_copy(update={"kinds": ()}), lambda images: images)
+    assert torch.equal(alike.images, twice)
+
+
+def test_changing_needs_two_corruptions_and_clean_images():
+    with pytest.raises(come.ConfigError, match="corruptions must be at least two in the changing setting, got fog"):
+        streams("changing", corruptions=("fog",))
+    source = Labelled(LABELS)
+    source.holds = ("fog", "snow")
+    with pytest.raises(come.InputError, match="labelled holds corrupted images only"):
+        list(settings.get("changing").episodes(CELL, source, None))
+    with pytest.raises(come.ConfigError, match="then must be one for each of 1, got 2"):
+        Stream(data="glyphs", order=(0,), then=(("fog", 1), ("fog", 2)))
 
 
 def test_recurring_comes_back_with_new_images():

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from come.bench.data.glyphs import MEAN, STD, Glyphs
-from come.bench.models import build_glyphs
+from come.bench.models import build_glyphs, fingerprint
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "vit": {
@@ -237,6 +237,7 @@ def train(options: argparse.Namespace) -> None:
         "epochs": options.epochs,
         "plain_epochs": options.plain,
         "bytes": file.stat().st_size,
+        "sha256": fingerprint(average),
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
         "seconds": round(time.time() - began, 1),

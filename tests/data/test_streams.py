@@ -16,7 +16,7 @@ from come.bench.data.streams import OUTLIER
 
 GOOD = {
     "format": "come-stream-2", "data": "glyphs", "order": [2, 0, 1], "shifts": [["fog", 5], [None, 5]], "kinds": [0, 1, 0],
-    "seed": 3, "domain": "fog", "outliers": None,
+    "then": [], "seed": 3, "domain": "fog", "outliers": None,
 }  # fmt: skip
 
 
@@ -76,6 +76,9 @@ HOSTILE = {
     "a severity": (changed(shifts=[[None, 6]] * 3), "shifts.0.1 must be less than or equal to 5, got 6"),
     "a kind": (changed(kinds=[0, 1, 2]), "kinds holds a value outside 0 to 1"),
     "an outlier of no source": (changed(kinds=[0, 1, -1]), "kinds holds a value outside 0 to 1"),
+    "a second shift of one kind only": (changed(then=[["fog", 1]]), "then must be one for each of 2, got 1"),
+    "a second shift that does not exist": (changed(then=[["frog", 1], [None, 1]]), "no corruption 'frog'"),
+    "many second shifts": (changed(then=[["fog", 1]] * 10**5), "then must be a list of 1 to 1000"),
     "too few kinds": (changed(kinds=[0]), "kinds must be one for each of 3, got 1"),
     "a negative index": (changed(order=[2, 0, -1]), "order.2 must be greater than or equal to 0, got -1"),
     "an index of 64 bits": (changed(order=[2, 0, 2**63]), "order.2 must be less than"),

@@ -194,7 +194,7 @@ def read_config(case: bytes, folder: Path) -> None:
 
 MANIFEST = json.dumps(
     {"format": "come-stream-2", "data": "glyphs:20", "order": [3, 1, 2, 0], "shifts": [["fog", 5], [None, 5]], "seed": 0,
-     "kinds": [0, 1, 0, -1], "domain": "fog", "outliers": "glyph-outliers:far"}
+     "then": [], "kinds": [0, 1, 0, -1], "domain": "fog", "outliers": "glyph-outliers:far"}
 )  # fmt: skip
 manifests = st.one_of(
     changes.map(lambda wounds: wounded(MANIFEST, wounds)),

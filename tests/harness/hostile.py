@@ -612,7 +612,7 @@ ALL: dict[str, Callable[[Place, Path], list[str]]] = {
 }
 MANIFEST: dict[str, Any] = {
     "format": "come-stream-2", "data": "glyphs:100", "order": [3, 1, 2, 0] * 4, "shifts": [["fog", 5]], "seed": 0, "kinds": [],
-    "domain": "fog", "outliers": None,
+    "then": [], "domain": "fog", "outliers": None,
 }  # fmt: skip
 MANIFESTS: dict[str, dict[str, Any]] = {
     **{f"{field}: {kind}": {field: text} for field in ("data", "domain", "outliers") for kind, text in NAMES.items()

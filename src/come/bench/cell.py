@@ -109,7 +109,9 @@ class Knobs(Description):
     compile: bool = knob(False, "Compile the steps: slower to start, faster from then on.", HOW)
     channels_last: bool = knob(False, "Keep channels last in memory: faster convolutions on a GPU.", HOW)
     checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
-    normalization: Literal["model", "imagenet", "half"] = knob("model", "model, imagenet or half.", HOW)
+    normalization: Literal["model", "imagenet", "half", "caffe", "lite"] = knob(
+        "model", "model, imagenet, half, caffe or lite.", HOW
+    )
     source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)
     source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)
 

@@ -66,7 +66,7 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], name: str, path: st
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise ModelError(f"the checkpoint {path} does not fit {name}: {first_line(error, 1)}") from error
+        raise ModelError(f"the checkpoint {path} does not fit {name}: {first_line(error, 1)[:200]}") from error
 
 
 def first_line(error: BaseException, line: int = 0) -> str:

@@ -5,6 +5,7 @@ RUN/cells/KEY.safetensors a finished cell: the rows, and in the header the recor
 RUN/failed/KEY.json       a cell that failed, and why; out of date once the cell is finished
 RUN/locks/KEY.lock        held by the process that is working on the cell; the system frees it when that process dies
 RUN/streams/*.json        the manifests, for whoever wants to replay them
+RUN/protocols/NAME.json   a protocol that was followed, and what No Adapt reached
 
 A cell is one file, which appears by one rename: no order of writes can mix two runs of a cell, also where locks do not work
 (some network file systems grant a lock to everyone). Nothing here depends on the clock, and nothing is deleted.
@@ -33,6 +34,7 @@ from come.bench.data import Stream
 from come.bench.data.reading import read_regular
 from come.bench.measure import domain_metrics
 from come.bench.paper import rank
+from come.bench.protocols import Outcome
 from come.bench.record import BYTES, Failure, Record, Rows, decoded, digest
 from come.errors import ComeError, StateError, printable
 from come.files import replacing, settle
@@ -65,8 +67,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
-        names = ("cells", "streams", "locks", "failed")
-        self.cells, self.streams, self.locks, self.failed = (self.path / name for name in names)
+        names = ("cells", "streams", "locks", "failed", "protocols")
+        self.cells, self.streams, self.locks, self.failed, self.protocols = (self.path / name for name in names)
         if read_only:
             self._check()
             return
@@ -120,7 +122,7 @@ class RunFolder:
                 f"{self.path} was written by come {str(found.get('come'))[:40]}, this is {__version__}: numbers of two "
                 "versions are not mixed; choose another folder with --out"
             )
-        for folder in (self.cells, self.streams, self.locks, self.failed):
+        for folder in (self.cells, self.streams, self.locks, self.failed, self.protocols):
             if folder.is_symlink():
                 raise StateError(f"{folder} is a symbolic link; a run folder holds its own: choose another with --out")
 
@@ -228,6 +230,28 @@ class RunFolder:
                 beside.write_text(json.dumps(failure.model_dump(), sort_keys=True) + "\n")
         except OSError as error:
             raise _unwritable(f"the failure of cell {failure.cell.key} to {self.path}", error) from error
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Keep what No Adapt reached under a protocol."""
+        path = self.protocols / f"{outcome.protocol.name}.json"
+        try:
+            self.protocols.mkdir(exist_ok=True)
+            with replacing(path) as beside:
+                beside.write_text(json.dumps(outcome.model_dump(), sort_keys=True, indent=1) + "\n")
+        except OSError as error:
+            raise _unwritable(f"{path}", error) from error
+
+    def outcome(self, records: Iterable[Record]) -> Outcome | None:
+        """What No Adapt reached, if these records were made under a protocol."""
+        keys = {record.key for record in records}
+        for path in sorted(self.protocols.glob("[!.]*.json")):
+            try:
+                found = Outcome(**json.loads(read_regular(path, LONGEST_FAILURE)))
+            except (OSError, ValueError, TypeError, RecursionError):
+                continue
+            if keys.issuperset(found.cells):
+                return found
+        return None
 
     def write_stream(self, stream: Stream) -> None:
         """Keep a manifest, once; one that was damaged is written again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,21 @@ from torch import nn
 from come.bench.checkpoints import first_line, put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import require_download, timm_weights
+from come.bench.record import digest
 from come.errors import ConfigError, ModelError, unknown
+from come.registry import parse
 
-__all__ = ["DESCRIPTIONS", "GLYPHS", "NORMALIZATIONS", "Model", "Preprocess", "build_glyphs", "load"]
+__all__ = ["DESCRIPTIONS", "GLYPHS", "NORMALIZATIONS", "Model", "Preprocess", "build_glyphs", "fingerprint", "load"]
 
 NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = {
     "model": None,
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "caffe": ((123.68 / 255, 116.779 / 255, 103.939 / 255), (1 / 255, 1 / 255, 1 / 255)),
+    "lite": ((127 / 255, 127 / 255, 127 / 255), (128 / 255, 128 / 255, 128 / 255)),
 }
 """Named normalizations. "model" is what the weights expect; the paper's ViT numbers were taken with "imagenet" although
-those weights expect "half"."""
+those weights expect "half". "caffe" is of Keras' ResNet-50, "lite" of EfficientNet-Lite."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ GLYPHS = {
 }
 DESCRIPTIONS = {
     **GLYPHS,
-    "timm:NAME": "any model of timm with its pretrained weights and data configuration",
+    "keras-resnet50": "ResNet-50 as Keras has it, stride 2 on the first 1x1 convolution; needs --checkpoint",
+    "timm:NAME": "any model of timm with its pretrained weights and data configuration; also timm:NAME:img_size=64",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
 }
 
@@ -52,7 +58,8 @@ def load(name: str, *, checkpoint: str | Path | None = None, normalization: str 
     """A model by name, in evaluation mode.
 
     Args:
-        name: "glyphs-vit", "glyphs-resnet", "timm:NAME" or "torchvision:NAME".
+        name: "glyphs-vit", "glyphs-resnet", "keras-resnet50", "timm:NAME" or "torchvision:NAME";
+            "timm:NAME:img_size=64:num_classes=200" has arguments of timm's constructor.
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
 
@@ -67,6 +74,8 @@ def load(name: str, *, checkpoint: str | Path | None = None, normalization: str 
         if checkpoint is not None:
             raise ConfigError(f"{name} comes with its weights; give --checkpoint with timm:NAME or torchvision:NAME")
         model = _glyphs(name)
+    elif name == "keras-resnet50":
+        model = _keras_resnet50(name, checkpoint)
     elif kind == "timm" and rest:
         model = _timm(name, rest, checkpoint)
     elif kind == "torchvision" and rest:
@@ -78,6 +87,17 @@ def load(name: str, *, checkpoint: str | Path | None = None, normalization: str 
         model = replace(model, preprocess=replace(model.preprocess, mean=chosen[0], std=chosen[1]))
     model.module.eval()
     return model
+
+
+def fingerprint(module: nn.Module) -> str:
+    """SHA-256 of a model's weights: names, shapes and float32 values, whatever file they came from.
+
+    Example:
+        >>> fingerprint(nn.Linear(2, 1)) == fingerprint(nn.Linear(2, 1))  # random weights
+        False
+    """
+    state = {name: value.detach().float().cpu() for name, value in module.state_dict().items() if value.ndim}
+    return digest("", state)
 
 
 def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
@@ -111,10 +131,25 @@ def _glyphs(name: str) -> Model:
     return Model(name, module, preprocess, about["arguments"]["num_classes"])
 
 
-def _timm(name: str, rest: str, checkpoint: str | Path | None) -> Model:
+def _keras_resnet50(name: str, checkpoint: str | Path | None) -> Model:
+    """Timm's ResNet-50, by its names, but for where a stage strides and for the eps of its BatchNorm."""
+    from timm.models.resnet import Bottleneck, ResNet
+
+    if checkpoint is None:
+        raise ConfigError(f"{name} has no weights of its own; give --checkpoint FILE")
+    module: Any = ResNet(Bottleneck, (3, 4, 6, 3), norm_layer=partial(nn.BatchNorm2d, eps=1e-3))  # type: ignore[arg-type]
+    for stage in (module.layer2, module.layer3, module.layer4):
+        stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
+    put_weights(module, read_weights(checkpoint), name, checkpoint)
+    mean, std = NORMALIZATIONS["caffe"] or ((), ())
+    return Model(name, module, Preprocess(mean=mean, std=std), 1000)
+
+
+def _timm(name: str, spec: str, checkpoint: str | Path | None) -> Model:
     import timm
     from timm.data.config import resolve_model_data_config
 
+    rest, given = parse(spec)
     if rest.split(".")[0] not in timm.list_models():
         raise unknown("model of timm", rest.split(".")[0], timm.list_models(), hint=". 'timm.list_models()' shows all")
     try:
@@ -128,7 +163,9 @@ def _timm(name: str, rest: str, checkpoint: str | Path | None) -> Model:
     elif head is not None and (layer := state.get(f"{head.classifier}.weight")) is not None and layer.ndim:
         arguments["num_classes"] = len(layer)
     try:
-        module = timm.create_model(rest, pretrained=state is None, **arguments)
+        module = timm.create_model(rest, pretrained=state is None, **(arguments | given))
+    except (TypeError, AssertionError) as error:
+        raise ModelError(f"timm cannot make {name}: {first_line(error)}; change its arguments") from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(
             f"cannot get the pretrained weights of {name}: {first_line(error)}; with no network, give --checkpoint FILE"
@@ -136,7 +173,7 @@ def _timm(name: str, rest: str, checkpoint: str | Path | None) -> Model:
     if state is not None:
         put_weights(module, state, name, checkpoint)
     cfg = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
-    size = cfg["input_size"][-1]
+    size = int(given.get("img_size", cfg["input_size"][-1]))
     preprocess = Preprocess(size, round(size / cfg["crop_pct"]), cfg["interpolation"], cfg["mean"], cfg["std"])
     return Model(name, module, preprocess, int(module.num_classes))  # type: ignore[arg-type]
 

@@ -32,6 +32,7 @@ from come.bench.helpers import Helpers
 from come.bench.machine import ALONE, Jobs, Meter
 from come.bench.measure import Course, UnfitError, run_cell
 from come.bench.plan import Plan
+from come.bench.protocols import Outcome, Protocol
 from come.bench.record import Failure, Record, Rows
 from come.bench.settings import Episode
 from come.bench.together import automatic_streams, bundle_key, bundles, given, own, run_together
@@ -71,6 +72,9 @@ class Progress:
 
     def fail(self, failure: Failure) -> None:
         """It failed; the others go on."""
+
+    def meet(self, outcome: Outcome) -> None:
+        """No Adapt reached the number of the protocol, or there is none."""
 
     def beside(self) -> Progress:
         """Who is told how cells begin and advance in another process, at the same time."""
@@ -186,6 +190,8 @@ class Bench:
             other parts may use the same folder at the same time, on this machine or on others.
         cluster: run cells with Ray, see `come.bench.cluster.Cluster`; `jobs` is then the number of workers, None for as many
             as there is room for, and the device is theirs.
+        protocol: check weights and images by it, and run No Adapt first: if that misses its number, nothing is adapted. The
+            plan is that of `Protocol.plan_for`.
 
     Raises:
         ComeError: the device, the model, its checkpoint, the data, the outliers or the source images cannot be used, they do
@@ -206,7 +212,9 @@ class Bench:
         together: int | None = 1,
         shard: tuple[int, int] = (0, 1),
         cluster: Cluster | None = None,
+        protocol: Protocol | None = None,
     ) -> None:
+        self.protocol = protocol
         self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
         require(0 <= shard[0] < shard[1], "shard", shard, "(i, n) with 0 <= i < n")
         here = source is not None or plan.data.startswith("glyphs")
@@ -221,10 +229,13 @@ class Bench:
             device = device if device != "cuda" or torch.cuda.is_available() else "cpu"  # for the checks
         self._device = _device(device)
         self._model = model or models.load(plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization)
+        self._weights_sha256 = protocol.check_weights(self._model) if protocol is not None else ""
         self._model.module.to(self._device)
         self._clean: Source | None = None
         """Where source images come from, if a method needs some."""
         self._source = source or self._open(plan.data)
+        if protocol is not None:
+            protocol.check_images(self._source)
         self._outliers = {spec: self._open(spec) for spec in plan.outliers or ()}
         self._check_data()
         self._check_streams()
@@ -247,7 +258,10 @@ class Bench:
         self._helps = False
         self._check_domains()
         self._try_methods()
-        self.cells = _dealt(self.planned, *shard)
+        others = [cell for cell in self.planned if not self._is_first(cell)]
+        self.cells = [*filter(self._is_first, self.planned), *_dealt(others, *shard)]
+        self._waiting: Sequence[Cell] = self.cells
+        """Cells that are being run."""
         if cluster is not None and together != 1:
             raise ConfigError(
                 f"streams ({together or 'auto'}) cannot be used with a Ray cluster; leave one of them out"
@@ -395,14 +409,37 @@ class Bench:
         old += [folder.file(cell.key) for cell in waiting if fresh]
         before = {path: stamp for path in old if (stamp := folder.stamp(path)) is not None}
         under_way = UnderWay(folder, progress, before)
-        if self._cluster is None:
-            self._run_here(waiting, under_way)
-        else:
-            self._run_on(self._cluster, waiting, under_way)
+        if self.protocol is not None:
+            firsts = [cell for cell in waiting if self._is_first(cell)]
+            self._run_all(firsts, under_way)
+            self._require_met(self.protocol, firsts, under_way)
+        self._run_all([cell for cell in waiting if not self._is_first(cell)], under_way)
         done, self.failed = under_way.done, under_way.failed
         if self.cells and not done and not self.failed and self.refused:
             raise InputError(next(iter(self.refused.values())))
         return [done[cell.key] for cell in self.cells if cell.key in done]
+
+    def _is_first(self, cell: Cell) -> bool:
+        """Whether a cell comes before all others, in every shard: No Adapt of a protocol."""
+        return self.protocol is not None and cell.base == "source"
+
+    def _require_met(self, protocol: Protocol, firsts: Sequence[Cell], under_way: UnderWay) -> None:
+        """Keep what No Adapt reached; raise `InputError` if that is not the protocol's number."""
+        found = [under_way.done[cell.key] for cell in firsts if cell.key in under_way.done]
+        if not found or len(found) < len(firsts):
+            why = (*under_way.failed, *self.refused.values(), "it is not among the methods")[0]
+            raise InputError(f"No Adapt could not be run, so nothing was adapted: {why}")
+        outcome = Outcome.of(protocol, self._weights_sha256, found)
+        under_way.folder.write_outcome(outcome)
+        outcome.require(self.plan.data)
+        under_way.progress.meet(outcome)
+
+    def _run_all(self, waiting: list[Cell], under_way: UnderWay) -> None:
+        self._waiting = waiting
+        if self._cluster is None:
+            self._run_here(waiting, under_way)
+        else:
+            self._run_on(self._cluster, waiting, under_way)
 
     def _run_here(self, waiting: list[Cell], under_way: UnderWay) -> None:
         """In this process, and in others of this machine."""
@@ -427,6 +464,7 @@ class Bench:
         finally:
             if under_way.helpers is not None:
                 under_way.helpers.close()
+                under_way.helpers = None
                 torch.set_num_threads(threads)
             self._jobs = ALONE
             self.release()
@@ -448,7 +486,7 @@ class Bench:
         """Run what nobody else has run or is running: what `Helpers` ask of a copy of this bench."""
         self._jobs, self._workers, self._helps = jobs, self._workers // jobs.count, True
         under_way = UnderWay(folder, progress, before)
-        waiting = [cell for cell in self.cells if cell.method not in self.refused]
+        waiting = [cell for cell in self._waiting if cell.method not in self.refused]
         for cell in _shared_out(waiting, number, jobs.count):
             self._try(cell, under_way)
 

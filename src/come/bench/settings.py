@@ -11,7 +11,7 @@ import torch
 from come.bench.cell import Cell
 from come.bench.data import Source, Stream
 from come.bench.data.streams import OUTLIER, shuffle
-from come.errors import InputError, shown
+from come.errors import ConfigError, InputError, shown
 from come.registry import Registry
 
 
@@ -205,6 +205,39 @@ def _gradual(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Ep
         yield Episode(stream, reset=i == 0)
 
 
+def _changing(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    """From each corruption to the next and from the last to the first, after CCC (Press et al., NeurIPS 2023), never reset.
+
+    On the way from a to b, with severity L, an image is corrupted by a at severity L - k and then by b at severity k. The
+    sample at place i of n has k = floor(L i / n), or one more with the probability frac(L i / n): no step is sharp.
+    """
+    if source.holds is not None:
+        raise InputError(
+            f"{source.name} holds corrupted images only; the changing setting needs clean ones: folder:PATH"
+        )
+    if len(cell.corruptions) < 2:
+        raise ConfigError(
+            f"corruptions must be at least two in the changing setting, got {', '.join(cell.corruptions)}"
+        )
+    last = cell.level
+    draw = torch.Generator().manual_seed(cell.seed)
+    way = torch.arange(cell.size, dtype=torch.float64) * last / cell.size
+    for i, (first, second) in enumerate(
+        zip(cell.corruptions, (*cell.corruptions[1:], cell.corruptions[0]), strict=True)
+    ):
+        kinds = way.floor() + (torch.rand(cell.size, generator=draw, dtype=torch.float64) < way.frac())
+        stream = Stream(
+            data=cell.data,
+            order=tuple(shuffle(range(cell.size), cell.seed + i)),
+            shifts=(*((first, last - k) for k in range(last)), (second, last)),
+            then=((None, last), *((second, k) for k in range(1, last)), (None, last)),
+            kinds=tuple(kinds.long().tolist()),
+            seed=cell.seed,
+            domain=f"{first} to {second}",
+        )
+        yield Episode(stream, reset=i == 0)
+
+
 def _recurring(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     """The corruptions come back again and again, a tenth of the samples at a time."""
     order = shuffle(range(cell.size), cell.seed)
@@ -239,6 +272,7 @@ for _setting in (
             ignores=frozenset({"corruptions", "severity"})),
     Setting("gradual", "severity 1 to 5 and back within each, never reset", _gradual, "", NO_RECOVERY,
             ignores=frozenset({"severity"})),
+    Setting("changing", "each corruption fades into the next, never reset", _changing, "", NO_RECOVERY),
     Setting("recurring", "a tenth of each at a time, ten times, never reset", _recurring, "", NO_RECOVERY),
     Setting("small-batches", "standard with batches of 64, 16, 4, 2 and 1", _small_batches,
             ignores=frozenset({"batch_size"})),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
-from come.bench import Bench, Plan, RunFolder
+from come.bench import Bench, Plan, RunFolder, protocols
 from come.bench.cell import HOW, WHAT
 from come.bench.cli.options import (
     WHERE,
@@ -38,7 +38,7 @@ from come.bench.data import Stream
 from come.bench.folder import check_space
 from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
 from come.bench.record import BYTES
-from come.errors import unknown
+from come.errors import ConfigError, unknown
 from come.metrics import SCORES
 
 
@@ -51,6 +51,15 @@ def bench(
             "--preset", rich_help_panel=WHAT, help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items()) + "."
         ),
     ] = "quick",
+    protocol_name: Annotated[
+        str | None,
+        typer.Option(
+            "--protocol",
+            rich_help_panel=WHAT,
+            metavar="NAME",
+            help="Follow a protocol, which fixes all that decides a number but --data. See [bold]come protocol list[/].",
+        ),
+    ] = None,
     stream: Annotated[
         list[Path] | None, typer.Option(rich_help_panel=HOW, help="Replay a manifest of an earlier run. Repeatable.")
     ] = None,
@@ -82,7 +91,15 @@ def bench(
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
-    plan = Plan(**_merged(preset(preset_name), from_toml(config) if config else {}, typed(given)))
+    protocol = None if protocol_name is None else protocols.get(protocol_name)
+    chosen = {} if protocol is not None and preset_name == "quick" else preset(preset_name)
+    options = _merged(chosen, from_toml(config) if config else {}, typed(given))
+    if protocol is not None and (stream or on_bad_image != "raise"):
+        other = "--stream" if stream else "--on-bad-image"
+        raise ConfigError(
+            f"protocol {protocol.name} fixes the images and their order; leave {other} out, or --protocol"
+        )
+    plan = Plan(**options) if protocol is None else protocol.plan_for(options)
     watched = Bench(
         plan,
         device=device,
@@ -93,8 +110,9 @@ def bench(
         streams=[Stream.load(path) for path in stream or ()],
         shard=parse_shard(shard) if shard else (0, 1),
         cluster=cluster_of(engine, address, cpus, gpus),
+        protocol=protocol,
     )
-    path = out or Path("runs") / plan.slug
+    path = out or Path("runs") / (plan.slug if protocol is None else f"{protocol.name}-{plan.slug[-8:]}")
     console = Console(highlight=False)
     if dry_run:
         show_grid(console, watched, path)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from come import corruptions, methods, objectives
-from come.bench import models, settings
+from come.bench import models, protocols, settings
 from come.bench.cli.options import Debug
 from come.bench.data.opening import KINDS
 from come.errors import unknown
@@ -29,6 +29,10 @@ LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
     ],
     "corruptions": lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
     "settings": lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
+    "protocols": lambda: [
+        ("protocol", "what it is", "No Adapt"),
+        *((n, p.summary, p.expected) for n in protocols.names() for p in (protocols.get(n),)),
+    ],
     "models": lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()],
     "data": lambda: [("data", "what it is"), *((kind.usage, kind.about) for kind in KINDS.values())],
 }
@@ -45,7 +49,7 @@ def list_(
     kind: Annotated[str, typer.Argument(help=", ".join(LISTS), metavar="KIND")],
     debug: Debug = False,
 ) -> None:
-    """List methods, objectives, corruptions, settings, models or data."""
+    """List methods, objectives, corruptions, settings, protocols, models or data."""
     if kind not in LISTS:
         raise unknown("list", kind, LISTS)
     heads, *rows = LISTS[kind]()

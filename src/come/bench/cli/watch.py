@@ -15,6 +15,7 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
+from come.bench.protocols import Outcome
 from come.bench.record import Failure
 from come.bench.report import Table, results_table, to_rich, write_html, write_report
 from come.bench.report.tables import scores_note
@@ -64,7 +65,7 @@ def show_results(
     records = folder.rescored(records, score)
     judged = verdicts(folder, records)
     show_table(console, results_table(records, title, verdicts=judged), records)
-    write_report(records, folder.path / "report.md", command, judged, folder.failures())
+    write_report(records, folder.path / "report.md", command, judged, folder.failures(), folder.outcome(records))
     write_html(folder, records, folder.path / "report.html", command, judged)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
     return judged
@@ -159,6 +160,10 @@ class Watch(Progress):
             raise KeyboardInterrupt
         self.bar.advance(self.one, samples)
         self.bar.advance(self.all, samples * self.share)
+
+    def meet(self, outcome: Outcome) -> None:
+        """Say what No Adapt reached."""
+        self.console.print(str(outcome), markup=False, soft_wrap=True)
 
     def beside(self) -> Progress:
         """A bar of its own for what runs in another process."""

@@ -13,12 +13,16 @@ from torch import Tensor
 from come.bench.data.decoding import decode
 from come.bench.data.listing import IMAGE_ENDINGS, data_folder, images_below, stay_inside, subfolders
 from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import reason
+from come.bench.data.reading import read_regular, reason
 from come.bench.data.source import Loaded, Source
 from come.corruptions import names as corruption_names
 from come.errors import InputError
 
 OnBadImage = Literal["raise", "skip"]
+LIST = ":list="
+"""Between a folder and a file that lists the images to use."""
+LONGEST_LIST = 2**28
+"""Bytes of such a file."""
 
 
 class _Files(Source):
@@ -26,9 +30,11 @@ class _Files(Source):
 
     files: list[tuple[Path, int]]
     """Of each sample, its file and its label."""
+    classes: list[str]
 
     def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage) -> None:
         self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image
+        path, _, self._list = path.partition(LIST)
         self.root = data_folder(path)
 
     @abstractmethod
@@ -38,6 +44,30 @@ class _Files(Source):
     def __len__(self) -> int:
         """Number of samples; of one corruption, where the files hold some."""
         return len(self.files)
+
+    def names(self) -> list[str]:
+        """Class and file of each sample, `n01440764/ILSVRC2012_val_00000293.JPEG`."""
+        return [f"{self.classes[label]}/{file.name}" for file, label in self.files]
+
+    def _keep_listed(self) -> None:
+        """Leave out what the list does not name, if there is one; its order does not matter."""
+        if not self._list:
+            return
+        try:
+            wanted = set(read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()) - {""}
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
+            ) from error
+        names = self.names()
+        if missing := sorted(wanted.difference(names)):
+            raise InputError(
+                f"{self._list} lists {len(wanted)} images, {len(missing)} of which are not in {self.root}, such as "
+                f"{missing[0]!r}; each line must be CLASS/FILE"
+            )
+        if not wanted:
+            raise InputError(f"the list of images {self._list} is empty; each line must be CLASS/FILE")
+        self.files = [pair for pair, name in zip(self.files, names, strict=True) if name in wanted]
 
     def labels(self) -> Tensor:
         """The labels of all samples, (N,) int64; no picture is read for them."""
@@ -69,7 +99,8 @@ class _Files(Source):
 class FolderSource(_Files):
     """`PATH/<class>/<image>`: classes are the subfolders in sorted order.
 
-    `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class.
+    `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class. `PATH:list=FILE` uses the
+    images that a text file names, a line CLASS/FILE for each.
 
     Example:
         >>> import tempfile
@@ -92,13 +123,14 @@ class FolderSource(_Files):
             raise InputError(
                 f"{self.root} has {self.num_classes} class folders but no image in them ({', '.join(IMAGE_ENDINGS)})"
             )
+        self._keep_listed()
 
     def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
         return file
 
 
 class ImageNetCSource(_Files):
-    """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`.
+    """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`, or `imagenet-c:PATH:list=FILE`.
 
     The samples are those of the first corruption, at its highest severity.
     """
@@ -119,6 +151,7 @@ class ImageNetCSource(_Files):
         layout = FolderSource(name, str(place), preprocess)
         self.classes, self.num_classes = layout.classes, layout.num_classes
         self.files = [(file.relative_to(place), label) for file, label in layout.files]
+        self._keep_listed()
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
         """Raise `InputError` unless all corruptions are there at this severity, with all classes."""

@@ -263,12 +263,14 @@ def _places(chosen: list[int], asked: list[int], got: list[int]) -> list[int]:
 
 def _corrupted(images: Tensor, stream: Stream, indices: Tensor, kinds: Tensor) -> Tensor:
     """Each image of a batch corrupted as its kind is."""
-    for kind, (corruption, severity) in enumerate(stream.shifts):
+    shifts = [*enumerate(stream.shifts), *enumerate(stream.then)]
+    for kind, (corruption, severity) in shifts:
         chosen = (kinds == kind).nonzero()[:, 0]
         if corruption is None or not len(chosen):
             continue
         if len(chosen) == len(images):
-            return corrupt(images, corruption, severity, seed=stream.seed, index=_moved(indices, images.device))
+            images = corrupt(images, corruption, severity, seed=stream.seed, index=_moved(indices, images.device))
+            continue
         there = _moved(chosen, images.device)
         part = corrupt(
             images[there], corruption, severity, seed=stream.seed, index=_moved(indices[chosen], images.device)

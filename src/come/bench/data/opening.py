@@ -34,11 +34,17 @@ KINDS: dict[str, Kind] = {
         "embedded: images of no class, for the open-world setting",
         lambda name, rest, *_: GlyphOutlierSource(name, rest),
     ),
-    "folder": Kind("folder:PATH", "one subfolder of images per class, corrupted on the fly", FolderSource),
+    "folder": Kind(
+        "folder:PATH",
+        "one subfolder of images per class, corrupted on the fly; PATH:list=FILE uses those that a file lists",
+        FolderSource,
+    ),
     "tiny-imagenet": Kind(
         "tiny-imagenet:PATH", "wnid/images/*.JPEG or wnid/*.JPEG, corrupted on the fly", FolderSource
     ),
-    "imagenet-c": Kind("imagenet-c:PATH", "the published layout corruption/severity/class/image", ImageNetCSource),
+    "imagenet-c": Kind(
+        "imagenet-c:PATH", "the published layout corruption/severity/class/image; also PATH:list=FILE", ImageNetCSource
+    ),
     "cifar10-c": Kind(
         "cifar10-c:PATH", "the published .npy files, 10 classes", lambda name, rest, *_: CifarCSource(name, rest, 10)
     ),

@@ -65,6 +65,10 @@ class Source(ABC):
                     f"{', '.join(map(str, there)) or 'none'}"
                 )
 
+    def names(self) -> list[str]:
+        """What the samples are called, where they are files; else empty."""
+        return []
+
     def labels(self) -> Tensor:
         """The labels of all samples, (N,) int64."""
         return self.load(range(len(self)), (self.holds or (None,))[0]).labels

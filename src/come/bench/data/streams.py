@@ -40,6 +40,7 @@ class Stream(Description):
         data: specification of the source, e.g. "glyphs".
         order: indices into the source, first to last; of an outlier, into the outlier source.
         shifts: (corruption, severity) of each kind of sample in the stream; a corruption of None is a clean image.
+        then: for each kind what is done to its samples next, in the same form; empty if nothing is.
         kinds: for each sample its place in `shifts`, or -1 for an outlier, which is never corrupted; empty if all are 0.
         seed: of the corruption; image i is corrupted by (seed, i), wherever it stands in the order.
         domain: what the samples have in common, for tables.
@@ -56,6 +57,7 @@ class Stream(Description):
     data: Text
     order: Indices
     shifts: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(_few)] = ((None, 5),)
+    then: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(lambda then: then and _few(then))] = ()
     kinds: Annotated[tuple[int, ...], Strict(False)] = ()
     seed: Seed = 0
     domain: Text = "clean"
@@ -64,9 +66,10 @@ class Stream(Description):
 
     @model_validator(mode="after")
     def _check(self) -> Stream:
-        for corruption, severity in self.shifts:
+        for corruption, severity in (*self.shifts, *self.then):
             if corruption is not None:
                 check_choice(corruption, severity, self.seed, None)
+        require(len(self.then) in (0, len(self.shifts)), "then", len(self.then), f"one for each of {len(self.shifts)}")
         require(len(self.kinds) in (0, len(self.order)), "kinds", len(self.kinds), f"one for each of {len(self.order)}")
         low, high = OUTLIER if self.outliers is not None else 0, len(self.shifts) - 1
         if self.kinds and not low <= min(self.kinds) <= max(self.kinds) <= high:

@@ -72,6 +72,7 @@ def write_html(
         StateError: the rows of a cell cannot be read, or the page cannot be written.
     """
     records = one_configuration(records)
+    outcome = folder.outcome(records)
     judged = statistics.verdicts(folder, records) if verdicts is None else verdicts
     found = read(folder, records)
     texts = files("come.bench.report")
@@ -98,7 +99,8 @@ def write_html(
             metrics=_metrics(records),
             figures=_figures(records, found),
             cost=_cost(records),
-            setup=_setup(records, command),
+            protocol="" if outcome is None else str(outcome),
+            setup=_setup(records, command) | {"protocol": "" if outcome is None else outcome.protocol.paragraph()},
             cells=_cells(folder, records, Path(path)),
         )
     write_text(path, text)

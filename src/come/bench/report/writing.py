@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from come.bench.protocols import Outcome
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
@@ -38,6 +39,7 @@ def write_report(
     command: Sequence[str] = (),
     verdicts: Verdicts | None = None,
     failures: Sequence[Failure] = (),
+    outcome: Outcome | None = None,
 ) -> None:
     """Write a Markdown page with the finding, the table, the cost of each method, and what is needed to make it again.
 
@@ -46,6 +48,7 @@ def write_report(
         command: what made the run, to be shown.
         verdicts: of `come.bench.statistics.verdicts(folder, records)`; without them, nothing is called a difference.
         failures: of `RunFolder.failures()`; those of this plan are listed.
+        outcome: of `RunFolder.outcome(records)`, if a protocol was followed.
     """
     records, judged = one_configuration(records), verdicts or {}
     cell, machine = records[0].cell, records[0].machine
@@ -91,12 +94,19 @@ def write_report(
         "",
         "## Made with",
         "",
+        *([plain_markdown(text) + "\n" for text in _protocol(outcome)] if outcome is not None else []),
         *([f"    {shlex.join(command)}".replace("\n", "\n    "), ""] if command else []),
         plain_markdown(f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {threads(machine)}."),
         "",
         "The files in `cells/` hold the record of each cell and a row for every sample; `streams/` holds their order.",
     ]
     write_text(path, "\n".join(lines) + "\n")
+
+
+def _protocol(outcome: Outcome) -> tuple[str, str]:
+    """What No Adapt reached, and the protocol."""
+    said = str(outcome)
+    return f"{said[0].upper()}{said[1:]}.", outcome.protocol.paragraph()
 
 
 def about(records: Sequence[Record]) -> str:
