@@ -533,3 +533,24 @@ def test_deyo(case, recorder):
     replay(method, case, each)
     case.close("n_selected", torch.stack(counts))
     check_final(method, case)
+
+
+@pytest.mark.recorded("zerosiam")
+def test_zerosiam(case, monkeypatch):
+    seen, original = [], come.methods.ZeroSiam._loss
+
+    def loss(method, ctx, features, predictor, target):
+        found = original(method, ctx, features, predictor, target)
+        if features.requires_grad:  # the other one is for the predictor
+            seen.append(found.detach())
+        return found
+
+    monkeypatch.setattr(come.methods.ZeroSiam, "_loss", loss)
+    hyper = case.hyper
+    relative = hyper["predictor_lr"] / hyper["lr"]
+    method = adapt(case.model(), "zerosiam", "em", lr=hyper["lr"], predictor=relative, steps=hyper["steps"])
+    replay(method, case)
+    both = case["entropy"] + case["divergence"]
+    torch.testing.assert_close(torch.stack(seen[hyper["steps"] - 1 :: hyper["steps"]]), both, rtol=0, atol=1e-4)
+    case.close("final_predictor", method.state["predictor"])
+    check_final(method, case)
