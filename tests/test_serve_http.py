@@ -41,20 +41,24 @@ def post(client, name, x, **more):
 
 @pytest.fixture(scope="module")
 def client():
-    service = Service(MODEL, shape=(3, 8, 8), lr=0.01, labels=3, abstain_above=0.3, max_samples=8, tenants=20)
+    service = Service(MODEL, shape=(3, 8, 8), lr=0.01, labels=3, max_samples=8, tenants=20)
+    service.calibrate(X, coverage=0.6)
     with TestClient(create(service)) as found:
         yield found
 
 
 def test_both_forms_are_answered_alike(client):
-    expected = come.adapt(MODEL, "tent", lr=0.01)(X[0])
+    classifier = come.adapt(MODEL, "tent", lr=0.01)
+    classifier.calibrate(X, coverage=0.6)
+    step = classifier.step(X[0])
+    expected = step.logits
     raw = post(client, "raw", X[0], params={"logits": True})
     written = client.post("/v1/tenants/json/predict", json={"inputs": X[0].tolist()}, params={"logits": True})
     assert (raw.status_code, written.status_code) == (200, 200)
     for found in (raw.json(), written.json()):
         torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=1e-4, atol=1e-4)
         assert found["labels"] == expected.argmax(dim=1).tolist()
-        assert found["abstain"] == [u > 0.3 for u in found["uncertainty"]]
+        assert found["abstain"] == step.abstain.tolist()
         assert found["adapted"] is True
     assert "logits" not in post(client, "raw", X[1]).json()
 
