@@ -282,7 +282,7 @@ def _tested(
     reached = torch.arange(1, len(score) + 1)
     margin = (risk * reached - wrong[order].cumsum(0)) / reached.sqrt()  # in standard deviations, but for a factor
     first = int(margin.argmax()) if len(score) else 0
-    sequence = [*score[first :: max(1, len(score) // STEPS)].tolist(), -math.inf]
+    sequence = [*score[first : len(score) - 1 : max(1, len(score) // STEPS)].tolist(), -math.inf]  # in the end all
     found = None
     for threshold in sequence:
         passed = others >= threshold
