@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -413,3 +416,14 @@ def test_promises_in_words():
         text
         == "at least 80% of the samples are answered: answers where msp >= 0.25, 90.0% of 10 samples, following the stream"
     )
+
+
+def test_the_benchmark_of_the_page_runs():
+    script = Path(__file__).parents[1] / "benchmarks" / "abstain.py"
+    options = ["--data", "glyphs:400", "--corruptions", "contrast", "--severities", "5", "--risks", "0.1,0.001"]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "risk=0.001 with delta=0.1 needs at least" in done.stdout
+    assert "Risk, promised 10.0" in done.stdout
+    assert "| severity 5, outliers | " in done.stdout
+    assert "| tent + come, belief | " in done.stdout
