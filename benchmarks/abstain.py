@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +121,27 @@ def rows(run: Run) -> dict[str, Tensor]:
     return found | {"label": run.labels, "prediction": run.logits.argmax(dim=1)}
 
 
+def repeated(
+    score: Tensor, mistaken: Tensor, wanted: abstain.Wanted, draws: int = 200
+) -> tuple[float, float, float, int] | None:
+    """Over random splits, a quarter to calibrate: measured risk, share of splits above the promise, coverage; how many."""
+    assert wanted.risk is not None
+    found = []
+    for seed in range(draws):
+        order = torch.randperm(len(score), generator=torch.Generator().manual_seed(seed))
+        first, rest = order[: len(order) // 4], order[len(order) // 4 :]
+        try:
+            passed = score[rest] >= wanted.promise(score[first], mistaken[first]).threshold
+        except come.InputError:
+            continue
+        found.append((mistaken[rest][passed].double().mean().item(), passed.double().mean().item()))
+    if not found:
+        return None
+    above = sum(risk > wanted.risk for risk, _ in found) / len(found)
+    risk, coverage = (sum(column) / len(found) for column in zip(*found, strict=True))
+    return risk, above, coverage, len(found)
+
+
 def table(title: str, head: list[str], body: list[list[str]]) -> None:
     """As Markdown."""
     print(f"\n{title}\n\n| {' | '.join(head)} |\n|---{'|---:' * (len(head) - 1)}|")
@@ -170,9 +191,11 @@ def main() -> None:
         ways[f"{args.method} + {objective}"] = come.adapt(module, args.method, objective=objective)
     promises: dict[str, list[abstain.Promise | None]] = {}
     found: dict[str, dict[str, Run]] = {}
+    first: Any = None
     for way, classifier in ways.items():
         wanted = [abstain.Wanted(risk=risk, delta=args.delta, score=args.score) for risk in risks]
         calibration = abstain.scored(data.calibration(), classifier.predict, classifier.method.objective, wanted[0])
+        first = first or (wanted, *calibration)
         promises[way] = []
         for one in wanted:  # what `calibrate` does, with one pass over the data for all risks
             try:
@@ -192,6 +215,19 @@ def main() -> None:
 
     sizes = f"{len(data.first)} images calibrate, {len(data.second)} are the stream"
     print(f"{args.model}, {args.data}: {sizes}; {args.corruptions}; threshold on {args.score}")
+    wanted, score, mistaken = first  # of the source
+    clean, objective = found["clean"]["source"], ways["source"].method.objective
+    score = torch.cat([score.cpu(), abstain.SCORES[args.score](objective, clean.logits)])
+    mistaken = torch.cat([mistaken.cpu(), clean.logits.argmax(dim=1) != clean.labels])
+    body = []
+    for one in wanted:
+        again = repeated(score, mistaken, one)
+        if again is not None:
+            *shares, draws = again
+            body.append([percent(one.risk or 0), *map(percent, shares), str(draws)])
+    head = ["promised", "measured", "splits above the promise", "answered", "splits with a promise"]
+    quarter = len(score) // 4
+    table(f"Clean, source, random splits: {quarter} images calibrate, {len(score) - quarter} measure (%)", head, body)
     for i, risk in enumerate(risks):
         body = []
         for name, runs in found.items():

@@ -35,7 +35,7 @@ PILOT = 0.25
 """Of the labelled samples, the share that chooses which thresholds are tested, and in which order."""
 STEPS = 100
 """Thresholds that are tested, at most."""
-FOLLOW = 0.02
+FOLLOW = 0.05
 """How far one sample moves a threshold that follows a stream, in standard deviations of the score."""
 
 
@@ -227,9 +227,9 @@ def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed
     r"""A threshold above which, with probability 1 - delta, at most the share `risk` of all samples to come is wrong.
 
     "Learn then test" (Angelopoulos et al., 2021) with fixed-sequence testing. A quarter of the samples, drawn at random,
-    chooses a sequence of thresholds: first the one at which the risk is most clearly met, then lower ones. On the others, of
-    which m reach a threshold and w of these are wrong, a threshold passes if so few would be wrong with probability at most
-    delta were the risk not met (the exact binomial test, Clopper and Pearson, 1934):
+    chooses a sequence of thresholds: first about the one at which the risk is most clearly met, then lower ones. On the
+    others, of which m reach a threshold and w of these are wrong, a threshold passes if so few would be wrong with
+    probability at most delta were the risk not met (the exact binomial test, Clopper and Pearson, 1934):
 
     .. math:: P(\mathrm{Bin}(m, \text{risk}) \le w) \le \delta
 
@@ -253,7 +253,7 @@ def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed
         >>> round(risk_threshold(score, wrong, risk=0.05, delta=0.1), 3)
         0.241
     """
-    needed = math.ceil(math.log(delta) / math.log1p(-risk))  # all of them right
+    needed = _needed(risk, delta)
     drawn = torch.randperm(len(score), generator=torch.Generator().manual_seed(seed))
     cut = int(PILOT * len(score))
     if len(score) - cut < needed:
@@ -274,6 +274,11 @@ def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed
     return found
 
 
+def _needed(risk: float, delta: float) -> int:
+    """As many answers must be right, and none wrong, to promise the risk."""
+    return math.ceil(math.log(delta) / math.log1p(-risk))
+
+
 def _tested(
     score: Tensor, wrong: Tensor, others: Tensor, others_wrong: Tensor, risk: float, delta: float
 ) -> float | None:
@@ -281,7 +286,10 @@ def _tested(
     score, order = score.sort(descending=True)
     reached = torch.arange(1, len(score) + 1)
     margin = (risk * reached - wrong[order].cumsum(0)) / reached.sqrt()  # in standard deviations, but for a factor
-    first = int(margin.argmax()) if len(score) else 0
+    best = int(margin.argmax()) if len(score) else 0
+    # A little above it, as a small pilot is too hopeful; but not so high that too few of the others reach it to be tested.
+    least = math.ceil(1.25 * _needed(risk, delta) * len(score) / len(others)) - 1
+    first = max(3 * best // 4, min(best, least))
     sequence = [*score[first : len(score) - 1 : max(1, len(score) // STEPS)].tolist(), -math.inf]  # in the end all
     found = None
     for threshold in sequence:
