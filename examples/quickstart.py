@@ -20,13 +20,13 @@ def waveforms(count: int, generator: torch.Generator) -> tuple[torch.Tensor, tor
     phase = 2 * math.pi * torch.rand(count, 1, generator=generator)
     t = torch.linspace(0, 1, LENGTH)
     waves = torch.sin(2 * math.pi * (labels[:, None] + 1) * t + phase)
-    return (waves + 0.2 * torch.randn(waves.shape, generator=generator))[:, None], labels
+    return (waves + 1.5 * torch.randn(waves.shape, generator=generator))[:, None], labels
 
 
 def shifted(waves: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The same waveforms from a worse sensor: lower gain, a slow drift, more noise."""
-    drift = 1.5 * torch.linspace(-1, 1, LENGTH)
-    return 0.6 * waves + drift + 0.7 * torch.randn(waves.shape, generator=generator)
+    drift = 0.5 * torch.linspace(-1, 1, LENGTH)
+    return 0.5 * waves + drift + 0.3 * torch.randn(waves.shape, generator=generator)
 
 
 def block(inputs: int, outputs: int) -> nn.Module:

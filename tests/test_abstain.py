@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -427,3 +428,16 @@ def test_the_benchmark_of_the_page_runs():
     assert "Risk, promised 10.0" in done.stdout
     assert "| severity 5, outliers | " in done.stdout
     assert "| tent + come, belief | " in done.stdout
+
+
+def test_what_the_page_says():
+    page = (Path(__file__).parents[1] / "docs" / "abstain.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for samples, percent in re.findall(r"(\d+)(?: samples)? for (\d)%", page):
+        risk, samples = int(percent) / 100, int(samples)
+        none = torch.zeros(samples, dtype=torch.bool)
+        assert risk_threshold(torch.rand(samples), none, risk, 0.1) == -math.inf
+        with pytest.raises(come.InputError, match=f"at least {samples}"):
+            risk_threshold(torch.rand(samples - 1), none[1:], risk, 0.1)
