@@ -40,6 +40,8 @@ from come.metrics import (
     fpr95,
     labelled_mean,
     nll,
+    risk_by_coverage,
+    selective,
     summary,
     trajectory,
     uniform_cross_entropy,
@@ -169,6 +171,7 @@ def test_aurc_is_the_mean_over_all_orders_of_equal_confidences():
     shuffle = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     confidence, correct = torch.from_numpy(c)[shuffle], torch.from_numpy(wrong == 0)[shuffle]
     assert aurc(confidence, correct) == pytest.approx(risks.mean(), **close)
+    assert risk_by_coverage(confidence, correct).tolist() == pytest.approx(risks.tolist(), **close)
     for k in range(1, 8):
         assert abstention_accuracy(confidence, correct, k / 7) == pytest.approx(1 - risks[k - 1], **close)
     best = aurc(correct, correct)
@@ -187,6 +190,25 @@ def test_aurc_by_counting(seed):
     for coverage in (0.0, 1.1, -1.0):
         with pytest.raises(come.ConfigError, match=f"coverage must be .* got {coverage}"):
             abstention_accuracy(confidence, flag, coverage)
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_selective_accuracy_of_a_run_with_and_without_its_outliers(score):
+    g = torch.Generator().manual_seed(0)
+    rows = {name: torch.rand(100, generator=g) for name in SCORES}
+    rows |= {name: torch.randint(0, 3, (100,), generator=g) for name in ("label", "prediction")}
+    rows["label"][:20] = -1
+    confidence, correct = SCORES[score](rows), rows["prediction"] == rows["label"]
+    found = selective(rows, score=score)
+    assert found == {
+        "aurc": aurc(confidence, correct),
+        **{f"accuracy_at_{100 * c:g}": abstention_accuracy(confidence, correct, c) for c in (0.5, 0.8, 0.9)},
+    }
+    inside = selective({name: value[20:] for name, value in rows.items()}, score=score)
+    assert selective(rows, score=score, outliers=False) == inside
+    assert inside["aurc"] < found["aurc"]
+    with pytest.raises(come.ConfigError, match="no score 'mps'"):
+        selective(rows, score="mps")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

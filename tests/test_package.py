@@ -68,7 +68,7 @@ LAYERS = [
     ["registry", "inputs", "theory", "select", "optim", "heads", "images", "augment", "metrics"],
     ["stacked"],
     ["objectives", "batchnorm", "corruptions"],
-    ["by_stream"],
+    ["abstain", "by_stream"],
     ["running", "guard", "ranks"],
     ["borrowed"],
     ["method"],

@@ -148,7 +148,11 @@ def test_errors_change_nothing_and_predicting_is_of_all_ranks(runs):
     one.step(x)
     assert all(each["unchanged"] for each in found)
     assert difference(torch.cat([each["predicted"] for each in found]), one.predict(x)) < 1e-5
-    assert difference(torch.cat([each["after"] for each in found]), one.step(second).logits) < 1e-5
+    promise = one.calibrate(testing.batches(4), coverage=0.6, follow=True)
+    step = one.step(second)
+    assert difference(torch.cat([each["after"] for each in found]), step.logits) < 1e-5
+    assert all(abs(each["threshold"] - promise.threshold) < 1e-5 for each in found)
+    assert torch.equal(torch.cat([each["abstain"] for each in found]), step.abstain)
 
 
 def test_files_copies_and_other_ways_to_run(runs):

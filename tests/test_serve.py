@@ -231,7 +231,6 @@ def test_more_tenants_than_fit():
         ({"shape": ()}, "shape must be"),
         ({"dtype": "int64"}, "dtype must be float32 or uint8"),
         ({"dtype": "uint8"}, "needs preprocess"),
-        ({"abstain_above": 2}, "abstain_above must be"),
         ({"write_every": -1}, "write_every must be"),
         ({"max_queue": 8}, "max_queue must be >= 4 * max_samples"),
         ({"method": "tnet"}, "did you mean 'tent'"),
@@ -352,12 +351,16 @@ def test_abstention_and_invalid_samples():
         answer = service.predict("a", x)
         assert answer.valid == [False, True, True, True]
         assert answer.abstain == [True, False, False, False]
-    low, *_, high = sorted(answer.uncertainty[1:])
-    with make(abstain_above=(low + high) / 2) as service:
-        service.predict("a", X[1])
-        found = service.predict("a", x)
-        assert found.abstain == [True, *(u > (low + high) / 2 for u in answer.uncertainty[1:])]
-        assert sum(found.abstain) in (2, 3)
+    known = come.adapt(MODEL, "tent", lr=0.01)
+    promise = known.calibrate(X, coverage=0.6)
+    for mode in ("inline", "never"):
+        with make(adapt=mode) as service:
+            assert service.calibrate(X, coverage=0.6) == promise
+            service.predict("a", X[1])
+            found = service.predict("a", x)
+            assert found.abstain[0]
+            assert found.abstain[1:] == known.abstains(found.logits)[1:].tolist()
+            assert 0 < sum(found.abstain[1:]) < 3
 
 
 def test_preprocessing_of_the_host():

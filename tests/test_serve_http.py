@@ -41,20 +41,24 @@ def post(client, name, x, **more):
 
 @pytest.fixture(scope="module")
 def client():
-    service = Service(MODEL, shape=(3, 8, 8), lr=0.01, labels=3, abstain_above=0.3, max_samples=8, tenants=20)
+    service = Service(MODEL, shape=(3, 8, 8), lr=0.01, labels=3, max_samples=8, tenants=20)
+    service.calibrate(X, coverage=0.6)
     with TestClient(create(service)) as found:
         yield found
 
 
 def test_both_forms_are_answered_alike(client):
-    expected = come.adapt(MODEL, "tent", lr=0.01)(X[0])
+    classifier = come.adapt(MODEL, "tent", lr=0.01)
+    classifier.calibrate(X, coverage=0.6)
+    step = classifier.step(X[0])
+    expected = step.logits
     raw = post(client, "raw", X[0], params={"logits": True})
     written = client.post("/v1/tenants/json/predict", json={"inputs": X[0].tolist()}, params={"logits": True})
     assert (raw.status_code, written.status_code) == (200, 200)
     for found in (raw.json(), written.json()):
         torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=1e-4, atol=1e-4)
         assert found["labels"] == expected.argmax(dim=1).tolist()
-        assert found["abstain"] == [u > 0.3 for u in found["uncertainty"]]
+        assert found["abstain"] == step.abstain.tolist()
         assert found["adapted"] is True
     assert "logits" not in post(client, "raw", X[1]).json()
 
@@ -264,6 +268,7 @@ def test_the_command_serves_the_examples_of_the_page(tmp_path):
     assert len(shell) >= 2
     (tmp_path / "states").mkdir()
     command = ("-m", "come", "serve", "--port", "PORT", "--state", str(tmp_path / "states"))
+    command += ("--calibrate", "glyphs:200", "--coverage", "0.9")
     with Server(*command) as server:
         subprocess.run([sys.executable, "-c", make[1]], cwd=tmp_path, check=True)
         for block in shell:
@@ -299,6 +304,10 @@ def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path)
         (["--state", str(tmp_path / "no")], "does not exist"),
         (["--device", "no"], "no device 'no'"),
         (["--method", "memo"], "cannot differ by stream"),
+        (["--risk", "0.05"], "--risk and --coverage need --calibrate DATA"),
+        (["--calibrate", "glyphs:200"], "either risk (needs labels) or coverage, got neither"),
+        (["--calibrate", "glyphs:30", "--risk", "0.05"], "needs at least 59 labelled calibration samples"),
+        (["--calibrate", "glyph-outliers:far", "--coverage", "0.9"], "has 0 classes and glyphs-vit 100"),
     ):
         monkeypatch.setattr(sys, "argv", ["come", "serve", *command])
         with pytest.raises(SystemExit) as stopped:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from come import methods, optim, saving
+from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored
 from come.borrowed import Borrowed
 from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, ModelError, shown
@@ -68,6 +69,8 @@ class Moment:
     """What the guard has learned; None without one."""
     selected: float = 1.0
     """The share of the samples that drove the last update, as far as the method tells."""
+    abstention: Abstention | None = None
+    """When not to answer; None before `Adapter.calibrate`."""
 
     def to(self, device: torch.device, on_host: tuple[str, ...]) -> Moment:
         """With all tensors on that device, but for those that stay on the CPU."""
@@ -77,7 +80,9 @@ class Moment:
         # Torch optimizers keep some numbers on the CPU on purpose.
         moments = {k: v.to(device) if v.ndim or v.device.type != "cpu" else v for k, v in self.moments.items()}
         watch = None if self.watch is None else self.watch.to(device)
-        return changed(self, weights=self.weights.to(device), moments=moments, state=state, watch=watch)
+        abstention = None if self.abstention is None else self.abstention.to(device)
+        weights = self.weights.to(device)
+        return changed(self, weights=weights, moments=moments, state=state, watch=watch, abstention=abstention)
 
 
 class Adapter:
@@ -108,6 +113,7 @@ class Adapter:
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
+        self._promise: Promise | None = None
         self._ranks = ranks
         self._fingerprint: tuple[list[Any], bytes] | None = None
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
@@ -144,7 +150,8 @@ class Adapter:
         core = self._core
         moments = {} if core.rule is None else core.rule.init(core.source)
         watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device)
-        return Moment(core.source, moments, None, 0, watch)
+        abstention = None if self._promise is None else Abstention.begin(self._promise, self._borrowed.device)
+        return Moment(core.source, moments, None, 0, watch, abstention=abstention)
 
     # ---- calling it ----
 
@@ -153,7 +160,7 @@ class Adapter:
         return self.step(*args, **kwargs).logits
 
     def step(self, *args: Any, **kwargs: Any) -> Step:
-        """Adapt to a batch and return logits, per-sample losses, which samples were used and which were valid."""
+        """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered."""
         x, own = self._batch(args, kwargs)
         with self._lock, self._together():
             before, written = self._now, list[Written]()
@@ -187,22 +194,101 @@ class Adapter:
             self._check_open()
             self._follow()
 
-            def run() -> Tensor:
-                now = self._now
-                ctx = self._context(now, x.size)
-                if now.state is None:
-                    ctx.state = self.method.initial_state(ctx, x)
-                if now.watch is not None and self._resting(now.watch):
-                    return ctx.forward(x, self._core.source, statistics=None)
-                with torch.no_grad():
-                    return self.method.predict(ctx, x).detach()
-
-            logits = self._running(run)
+            logits = self._predicted(self._now, x)
             return logits if own is None else logits[own]
 
+    def _predicted(self, now: Moment, x: Inputs) -> Tensor:
+        def run() -> Tensor:
+            ctx = self._context(now, x.size)
+            if now.state is None:
+                ctx.state = self.method.initial_state(ctx, x)
+            if now.watch is not None and self._resting(now.watch):
+                return ctx.forward(x, self._core.source, statistics=None)
+            with torch.no_grad():
+                return self.method.predict(ctx, x).detach()
+
+        return self._running(run)
+
     def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]."""
+        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
         return self._objective.uncertainty(logits)
+
+    # ---- abstaining ----
+
+    @untracked()
+    def calibrate(
+        self,
+        data: Iterable[Any],
+        *,
+        risk: float | None = None,
+        coverage: float | None = None,
+        delta: float = 0.1,
+        score: str = "confidence",
+        follow: bool = False,
+    ) -> Promise:
+        r"""Choose when not to answer, with a promise for samples like these; then `Step.abstain` and `abstains` say so.
+
+        The source model predicts the samples, without adapting, on the BatchNorm statistics that `predict` uses; give batches
+        of the size to come. Both promises are for samples that are drawn as these were, and for the source model: see
+        docs/abstain.md for what is left of them under a shift and after adaptation.
+
+        Args:
+            data: batches of source data that the model was not trained on: (x, y) for a risk, with y = -1 for an outlier;
+                x or (x, y) for a coverage. x is what the adapter is called with, or a tuple or mapping of the model's
+                arguments. On several ranks the same on each.
+            risk: with probability 1 - delta over these samples, at most this share of the answered samples is wrong.
+            coverage: at least this share of samples is answered, on average. No labels are needed.
+            delta: the probability with which these samples may mislead about the risk.
+            score: what the threshold is on, a name in `come.metrics.SCORES`. The promise holds with each; a score that ranks
+                better answers more. The default is low for two reasons to abstain, a sample between classes and one that is
+                like none.
+            follow: keep the coverage up along any stream by moving the threshold, see `come.abstain.Abstention`. Not for a
+                risk, which cannot be seen without labels.
+
+        Returns:
+            the promise, with the threshold; `print` says it in words.
+
+        Raises:
+            ConfigError: arguments out of range, or a risk that is to be followed.
+            InputError: no or too few samples, wrong labels, or a risk that no threshold has.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+            >>> classifier = adapt(model, "tent")
+            >>> promise = classifier.calibrate([torch.randn(8, 4) for _ in range(5)], coverage=0.9)
+            >>> step = classifier.step(torch.randn(8, 4))
+            >>> step.abstain.shape, torch.equal(classifier.abstains(step.logits), step.abstain)
+            (torch.Size([8]), True)
+        """
+        wanted = Wanted(risk, coverage, delta, score, follow)
+        with self._lock, self._together():
+            self._check_open()
+            self._follow()
+            first = self._first()
+            self._borrowed.ranks = None  # each by itself
+            try:
+                scores, wrong = scored(
+                    data, lambda x: self._predicted(first, checked(Inputs.of(x))), self._objective, wanted
+                )
+            finally:
+                self._borrowed.ranks = self._ranks
+            if self._ranks is not None:
+                scores, wrong = self._ranks.first(scores), None if wrong is None else self._ranks.first(wrong)
+            self._promise = wanted.promise(scores, wrong)
+            self._now = changed(self._now, abstention=Abstention.begin(self._promise, self._device))
+            return self._promise
+
+    @property
+    def promise(self) -> Promise | None:
+        """What `calibrate` promised, or the state that was loaded; None before."""
+        return None if self._now.abstention is None else self._now.abstention.promise
+
+    def abstains(self, logits: Tensor) -> Tensor:
+        """Which of the answers not to rely on, (B, K) -> (B,) bool, by the threshold that is in force now."""
+        now = self._now.abstention
+        if now is None:
+            raise ConfigError("no threshold was chosen; calibrate() first")
+        return abstains(now.promise, self._objective, logits, now.threshold)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, slice | None]:
         """The batch, checked; on several ranks that of all of them, and which samples of it came from this one."""
@@ -244,7 +330,14 @@ class Adapter:
         now, events = self._begun(now)
         how = self._how(now)
         after = self._steps.run(how, self._before(now, x.size), x, now.count, self._running)
-        return self._ended(now, how, after, x.size), after.out, events
+        moment, out, known = self._ended(now, how, after, x.size), after.out, now.abstention
+        if known is not None:
+            abstain = abstains(known.promise, self._objective, out.logits, known.threshold, out.valid)
+            out = out._replace(abstain=abstain)
+            if known.threshold is not None:
+                threshold = followed(known.promise, known.threshold, abstain, out.valid)
+                moment = changed(moment, abstention=Abstention(known.promise, threshold))
+        return moment, out, events
 
     def _begun(self, now: Moment) -> tuple[Moment, list[Event]]:
         """The moment as a step begins with it: forgotten if that is due, and with old signals read."""
@@ -270,7 +363,7 @@ class Adapter:
             signals = send(watch.steps, size, values, asked)
             watch = changed(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
         selected = now.selected if after.selected is None else after.selected
-        return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected)
+        return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected, now.abstention)
 
     def _before(self, now: Moment, size: int) -> Before:
         """What a step begins with."""
@@ -319,7 +412,7 @@ class Adapter:
             )
         weightless = not (self._borrowed.parameters or self._core.on_batch)
         watch, weights, more = watch.recovered(guard, collapse, weightless)
-        first = changed(self._first(), count=now.count, watch=watch.counted(more))
+        first = changed(self._first(), count=now.count, watch=watch.counted(more), abstention=now.abstention)
         return first if weights is None else changed(first, weights=weights), [*events, *more]
 
     def _resting(self, watch: Watch) -> bool:
@@ -333,10 +426,17 @@ class Adapter:
         return self._core.context(self._how(now), self._before(now, size), valid, now.count)
 
     def _forgotten(self, now: Moment) -> Moment:
-        first = self._first()
+        """As before the first batch. What the stream is answered by is not forgotten: resets may be part of a method."""
+        first = changed(self._first(), abstention=now.abstention)
         if now.watch is not None and self.guard is not None:
             first = changed(first, watch=now.watch.forgotten(self.guard))
         return first
+
+    def _begun_anew(self, now: Moment) -> Moment:
+        """After a reset by the user: the threshold, too, is where it was."""
+        known = now.abstention
+        begun = None if known is None else Abstention.begin(known.promise, self._device)
+        return changed(self._forgotten(now), abstention=begun)
 
     @property
     def _device(self) -> torch.device:
@@ -442,11 +542,14 @@ class Adapter:
     # ---- its life ----
 
     def reset(self) -> None:
-        """Back to the state after construction: weights, moments, memory, and what the guard has learned."""
+        """Back to the state after construction: weights, moments, memory, and what the guard has learned.
+
+        What `calibrate` promised stays; a threshold that follows the stream is where it was at the beginning.
+        """
         with self._lock, untracked():
             self._check_open()
             self._follow()
-            self._now = self._forgotten(self._now)
+            self._now = self._begun_anew(self._now)
 
     def close(self, *, keep: bool = False) -> None:
         """End the adaptation. The model is as it was handed in; may be called again.

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from come import saving
+from come.abstain import Abstention, Promise, abstains, followed
 from come.adapter import Adapter, Moment, adapt
 from come.compiled import Steps
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
@@ -42,6 +43,7 @@ from come.optim import TorchRule
 from come.running import Precision
 from come.stacked import apart, index, joined, over, parted, sent
 from come.transition import After, Before, How
+from come.trees import changed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -224,8 +226,48 @@ class Fleet:
             return _in_order([(rows, step) for _, rows, step in found], inputs.size).logits
 
     def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]."""
+        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
         return self._one.uncertainty(logits)
+
+    # ---- abstaining ----
+
+    def calibrate(self, data: Iterable[Any], **how: Any) -> Promise:
+        """Choose when not to answer, for all streams: they begin with the same source model.
+
+        Args:
+            data: as in `Adapter.calibrate`.
+            **how: risk, coverage, delta, score and follow, as there. A threshold that follows is each stream's own.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+            >>> fleet = Fleet(model, "tent", streams=["north", "south"])
+            >>> promise = fleet.calibrate([torch.randn(8, 4) for _ in range(5)], coverage=0.9)
+            >>> fleet.step(torch.randn(4, 4), ["north", "north", "south", "south"]).abstain.shape
+            torch.Size([4])
+        """
+        with self._one._lock:
+            promise = self._one.calibrate(data, **how)
+            for stream in self._streams.values():
+                if stream.moment is not None:  # those on disk get it when they come back
+                    begun = Abstention.begin(promise, stream.moment.weights.device)
+                    stream.moment = changed(stream.moment, abstention=begun)
+            return promise
+
+    @property
+    def promise(self) -> Promise | None:
+        """What `calibrate` promised; None before."""
+        return self._one.promise
+
+    def abstains(self, logits: Tensor, streams: Any) -> Tensor:
+        """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
+        with self._one._lock, untracked():
+            rows = self._ready(streams, len(logits))
+            found = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            for name, mine in rows.items():
+                with self._as(self._streams[name]):
+                    at = index(mine, logits.device)
+                    found[at] = self._one.abstains(logits[at])
+            return found
 
     # ---- one step ----
 
@@ -239,16 +281,39 @@ class Fleet:
             how, watch = self._one._how(part.now), part.now.watch
             how = how._replace(few=False) if adapts else How(resting=how.resting, trusted=how.trusted)
             asked = how.asking and watch is not None and watch.sums is not None
-            groups.setdefault((how, len(part.rows), part.now.state is None, asked), []).append(part)
-        prepared = [self._prepared(how, members, x, size) for (how, size, _, _), members in groups.items()]
+            known = part.now.abstention if adapts else None
+            promise = None if known is None else known.promise
+            groups.setdefault((how, len(part.rows), part.now.state is None, asked, promise), []).append(part)
+        prepared = [self._prepared(how, members, x, size) for (how, size, *_), members in groups.items()]
         runs = [partial(self._ran, how, one, adapts) for (how, *_), one in zip(groups, prepared, strict=True)]
         compiled = self._one._borrowed.mode.compile  # then each group is a graph of its own
         outs = [run() for run in runs] if compiled else Meeting().run(runs)
         found = []
-        for (how, size, _, _), one, after in zip(groups, prepared, outs, strict=True):
+        for (how, size, _, _, promise), one, after in zip(groups, prepared, outs, strict=True):
             out = Step(*(None if value is None else value.flatten(0, 1) for value in after.out))  # type: ignore[arg-type]
-            found.append((self._ended(how, one.parts, after, size) if adapts else {}, one.rows, out))
+            moments = self._ended(how, one.parts, after, size) if adapts else {}
+            if promise is not None:
+                out, moments = self._abstaining(promise, moments, out, size)
+            found.append((moments, one.rows, out))
         return found
+
+    def _abstaining(
+        self, promise: Promise, moments: dict[str, Moment], out: Step, size: int
+    ) -> tuple[Step, dict[str, Moment]]:
+        """What a group returns with its abstentions, and its moments with thresholds that follow."""
+        known = [moment.abstention.threshold for moment in moments.values() if moment.abstention is not None]
+        own = [threshold for threshold in known if threshold is not None]
+        thresholds = torch.stack(own) if own else None
+        by_sample = None if thresholds is None else thresholds.repeat_interleave(size)
+        abstain = abstains(promise, self._one._objective, out.logits, by_sample, out.valid)
+        if thresholds is not None:
+            valid = None if out.valid is None else out.valid.view(-1, size)
+            later = apart(followed(promise, thresholds, abstain.view(-1, size), valid))
+            moments = {
+                name: changed(moment, abstention=Abstention(promise, threshold))
+                for (name, moment), threshold in zip(moments.items(), later, strict=True)
+            }
+        return out._replace(abstain=abstain), moments
 
     def _prepared(self, how: How, parts: list[_Part], x: Inputs, size: int) -> _Group:
         """Streams with the same number of samples, ready for a step."""
@@ -429,7 +494,7 @@ class Fleet:
             self._follow()
             for one in self._streams if name is None else [self._known(name)]:
                 stream = self._streams[one]
-                stream.moment = self._one._first() if stream.moment is None else self._one._forgotten(stream.moment)
+                stream.moment = self._one._first() if stream.moment is None else self._one._begun_anew(stream.moment)
             self._evict()
 
     def __enter__(self) -> Self:

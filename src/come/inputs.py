@@ -12,6 +12,8 @@ from come.errors import InputError
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """A batch as people write it: a tensor, or the arguments of the model as a tuple or a mapping."""
+UNKNOWN = -1e4
+"""The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
 
 
 class Inputs(NamedTuple):

@@ -51,6 +51,8 @@ class Step(NamedTuple):
     valid: Tensor | None = None
     """(B,) bool: which samples could be answered; None without a guard. The logits of the others are all -1e4: the least
     certain by every score."""
+    abstain: Tensor | None = None
+    """(B,) bool: which answers not to rely on; None before `Adapter.calibrate`."""
 
 
 @contextmanager

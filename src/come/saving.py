@@ -6,7 +6,8 @@ state.<name>       averages, counters, buffers: what the method remembers
 guard.<name>       what the guard has learned, if there is one
 count              batches seen
 selected           share of the samples that drove the last update
-configuration      the method, its hyperparameters, the objective and the guard, as the bytes of a JSON text
+threshold          where the threshold is that follows the stream, if one does
+configuration      the method, its hyperparameters, the objective, the guard and what was promised, as the bytes of a JSON text
 fingerprint        SHA-256 of the source model, every value of it, and of what the method has found in source data
 """
 
@@ -27,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
 
+from come.abstain import Abstention, Promise
 from come.errors import StateError
 from come.files import replacing
 from come.guard.watch import Watch
@@ -47,7 +49,11 @@ def collect(adapter: Adapter) -> dict[str, Tensor]:
     saved |= {f"state.{name}": value for name, value in (now.state or {}).items()}
     if now.watch is not None:
         saved |= {f"guard.{name}": value for name, value in now.watch.tensors().items()}
+    known = now.abstention
+    if known is not None and known.threshold is not None:
+        saved["threshold"] = known.threshold
     about = configuration(adapter) | {"tensors": {name: _kind(value) for name, value in saved.items()}}
+    about["promise"] = None if known is None else asdict(known.promise)
     saved["configuration"] = _bytes(json.dumps(about, sort_keys=True).encode())
     saved["fingerprint"] = _bytes(fingerprint(adapter))
     return {name: value.detach().clone() for name, value in saved.items()}
@@ -69,7 +75,7 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise StateError(f"{name!r} of the state must be a tensor, got {type(value).__name__}")
-    _same_configuration(adapter, saved)
+    promise = _same_configuration(adapter, saved)
     if not torch.equal(saved["fingerprint"].cpu(), _bytes(fingerprint(adapter))):
         raise StateError(
             f"this state belongs to another source model than this {type(adapter.model).__name__}, or to other source data; "
@@ -101,15 +107,29 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
         count=count,
         watch=watch,
         selected=selected,
+        abstention=_abstention(adapter, promise, saved.get("threshold")),
     )
     return moment.to(device, adapter.method.on_host)
 
 
-def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> None:
-    """Raise `StateError` unless the state is whole, and of an adapter of the same configuration."""
+def _abstention(adapter: Adapter, promise: Promise | None, threshold: Tensor | None) -> Abstention | None:
+    """What the adapter has promised itself, else what the state brings; a threshold goes on if it is of the same promise."""
+    mine = adapter._promise or promise
+    if mine is None or mine != promise or threshold is None:
+        return None if mine is None else Abstention.begin(mine, adapter._device)
+    if not mine.rate or threshold.ndim or not threshold.isfinite():
+        raise StateError(
+            f"'threshold' of the state must be one finite number, of a promise that follows, got {threshold}"
+        )
+    return Abstention(mine, threshold.float().clone())
+
+
+def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> Promise | None:
+    """Raise `StateError` unless the state is whole, and of an adapter of the same configuration; returns what it promised."""
     try:
         theirs = json.loads(bytes(saved["configuration"].tolist()))
-        tensors = theirs.pop("tensors")
+        tensors, promised = theirs.pop("tensors"), theirs.pop("promise", None)
+        promise = None if promised is None else Promise(**promised)
         mine = json.loads(json.dumps(configuration(adapter)))
         differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
     except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -126,6 +146,7 @@ def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> None:
             raise StateError(
                 f"{name!r} of the state must be {tensors.get(name, 'absent')}, got {given.get(name, 'nothing')}"
             )
+    return promise
 
 
 def configuration(adapter: Adapter) -> dict[str, Any]:

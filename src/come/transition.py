@@ -19,14 +19,12 @@ from come.guard.config import Guard
 from come.guard.samples import judge
 from come.guard.signals import observe
 from come.guard.verdict import LIMIT, Verdict, compare, judged, misled
-from come.inputs import Inputs, answered
+from come.inputs import UNKNOWN, Inputs, answered
 from come.method import Context, Method, Step, Written, chosen
 from come.optim import Moments, Rule
 
 PRIOR = 16
 """As many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
-UNKNOWN = -1e4
-"""The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
 
 
 class How(NamedTuple):

@@ -203,14 +203,16 @@ def refused(rank: int, case: Case) -> dict[str, object]:
     found["empty"] = error_of(lambda: adapter.step(x[:0]))
     found["pass"] = error_of(lambda: adapter.check(x))
     unchanged = same(before, adapter.state_dict())
-    predicted, after = adapter.predict(x), adapter.step(more[0]).logits
+    promise = adapter.calibrate(testing.batches(4), coverage=0.6, follow=True)  # the same on each
+    predicted, step = adapter.predict(x), adapter.step(more[0])
+    promised = {"threshold": promise.threshold, "abstain": step.abstain}
     if rank == 1:
         adapter.reset()
     found["other state"] = error_of(lambda: adapter.step(x))
     if rank == 1:
         adapter.close()
     found["closed"] = error_of(lambda: adapter.step(x))
-    return {"refused": found, "unchanged": unchanged, "predicted": predicted, "after": after}
+    return {"refused": found, "unchanged": unchanged, "predicted": predicted, "after": step.logits} | promised
 
 
 def alive(rank: int, case: Case, folder: Path) -> dict[str, object]:

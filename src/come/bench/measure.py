@@ -19,11 +19,10 @@ from come.bench.record import COLUMNS, Record, Result, Rows
 from come.bench.settings import Episode
 from come.errors import ComeError, InputError
 from come.guard import Event
-from come.inputs import answered
+from come.inputs import UNKNOWN, answered
 from come.method import Step
 from come.metrics import SCORES, brier, fpr, nll, summary
 from come.objectives import Objective, Opinion, Softmax
-from come.transition import UNKNOWN
 
 BLOCK = 2**21
 """Logits that rows are made from at once."""

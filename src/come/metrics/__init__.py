@@ -7,7 +7,7 @@ by `fpr`. Every metric has a value for every set, also for an empty one; `summar
 counting     accuracy, labelled_mean, dominant_share
 ranking      fpr (the paper's), fpr95 (OpenOOD's), auroc, aupr
 calibration  ece, nll, brier
-selective    aurc, abstention_accuracy
+selective    risk_by_coverage, aurc, abstention_accuracy; selective: of the rows of a run
 scores       SCORES: confidences by name
 summaries    summary: all of them; trajectory: along the stream
 """
@@ -16,10 +16,11 @@ from come.metrics.calibration import LARGEST_NLL, brier, ece, nll
 from come.metrics.counting import accuracy, dominant_share, labelled_mean
 from come.metrics.ranking import aupr, auroc, fpr, fpr95
 from come.metrics.scores import PROBABILITIES, SCORES, Rows, uniform_cross_entropy
-from come.metrics.selective import abstention_accuracy, aurc
+from come.metrics.selective import abstention_accuracy, aurc, risk_by_coverage, selective
 from come.metrics.summaries import POINTS, summary, trajectory
 
 __all__ = [
     "LARGEST_NLL", "POINTS", "PROBABILITIES", "SCORES", "Rows", "abstention_accuracy", "accuracy", "aupr", "aurc", "auroc",
-    "brier", "dominant_share", "ece", "fpr", "fpr95", "labelled_mean", "nll", "summary", "trajectory", "uniform_cross_entropy",
+    "brier", "dominant_share", "ece", "fpr", "fpr95", "labelled_mean", "nll", "risk_by_coverage", "selective", "summary",
+    "trajectory", "uniform_cross_entropy",
 ]  # fmt: skip

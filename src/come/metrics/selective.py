@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from come.errors import require
+from come.errors import require, unknown
 from come.metrics.checks import passing
+from come.metrics.scores import SCORES, Rows
 
 
 def aurc(confidence: Tensor, correct: Tensor) -> float:
@@ -31,7 +33,7 @@ def aurc(confidence: Tensor, correct: Tensor) -> float:
         >>> aurc(torch.tensor([0.9, 0.8, 0.1, 0.1]), torch.tensor([True, True, False, True]))  # risks 0, 0, 1/6, 1/4
         0.10416666666666666
     """
-    risk = 1 - _accuracy_by_coverage(confidence, correct)
+    risk = risk_by_coverage(confidence, correct)
     return risk.sum().item() / max(len(risk), 1)
 
 
@@ -53,9 +55,58 @@ def abstention_accuracy(confidence: Tensor, correct: Tensor, coverage: float) ->
         1.0
     """
     require(0 < coverage <= 1, "coverage", coverage, "in (0, 1]")
-    by_coverage = _accuracy_by_coverage(confidence, correct)
-    k = math.ceil(coverage * len(by_coverage) - 1e-9)
-    return by_coverage[max(k, 1) - 1].item() if len(by_coverage) else 1.0
+    accuracies = _accuracy_by_coverage(confidence, correct)
+    k = math.ceil(coverage * len(accuracies) - 1e-9)
+    return accuracies[max(k, 1) - 1].item() if len(accuracies) else 1.0
+
+
+def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
+    r"""The risk-coverage curve: the error among the k most confident, at coverage k / N.
+
+    .. math:: r_k = \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is wrong}]
+
+    Args:
+        confidence: (N,), larger is more confident.
+        correct: (N,) bool.
+
+    Returns:
+        (N,), float64, k = 1..N; with equal confidences, the expectation over their random order.
+
+    Example:
+        >>> risk_by_coverage(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, True]))
+        tensor([0.0000, 0.0000, 0.3333, 0.2500], dtype=torch.float64)
+    """
+    return 1 - _accuracy_by_coverage(confidence, correct)
+
+
+def selective(
+    rows: Rows, *, score: str = "confidence", outliers: bool = True, coverages: Sequence[float] = (0.5, 0.8, 0.9)
+) -> dict[str, float]:
+    """AURC, and accuracy where a share of the samples is answered, of the rows of a run.
+
+    Args:
+        rows: label and prediction, (N,), and the column of the score.
+        score: a name in `SCORES`.
+        outliers: with them, where an answered outlier is an error; False leaves them out.
+        coverages: the shares.
+
+    Returns:
+        aurc, and accuracy_at_50 and the like, in [0, 1].
+
+    Example:
+        >>> rows = {"label": torch.tensor([0, 1, -1]), "prediction": torch.tensor([0, 1, 0])}
+        >>> rows["msp"] = torch.tensor([0.9, 0.6, 0.8])
+        >>> selective(rows, score="msp")["accuracy_at_50"], selective(rows, score="msp", outliers=False)["accuracy_at_50"]
+        (0.5, 1.0)
+    """
+    if score not in SCORES:
+        raise unknown("score", score, SCORES)
+    label, confidence = rows["label"], SCORES[score](rows)
+    correct = (label >= 0) & (rows["prediction"] == label)
+    if not outliers:
+        confidence, correct = confidence[label >= 0], correct[label >= 0]
+    found = {f"accuracy_at_{100 * share:g}": abstention_accuracy(confidence, correct, share) for share in coverages}
+    return {"aurc": aurc(confidence, correct), **found}
 
 
 def _accuracy_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from os import PathLike
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from come.abstain import Promise, labelled
 from come.errors import ComeError, ConfigError, InputError, require, require_int, require_number, shown
 from come.fleet import Fleet
 from come.inputs import answered
@@ -50,7 +51,7 @@ class Answer(NamedTuple):
     uncertainty: list[float]
     """In [0, 1], see `come.Objective.uncertainty`."""
     abstain: list[bool]
-    """The sample is invalid, or its uncertainty above `abstain_above`: do not rely on the label."""
+    """The sample is invalid, or below the threshold that `Service.calibrate` has chosen: do not rely on the label."""
     valid: list[bool]
     """False if the guard found the sample absurd, or the model could not answer it."""
     logits: Tensor
@@ -112,7 +113,6 @@ class Service:
         max_wait: seconds that a request waits for others.
         max_samples: samples of one request.
         max_queue: samples that wait; one tenant may have a quarter of them.
-        abstain_above: abstain from samples whose uncertainty is above this; None: from invalid ones only.
         labels: so many tenants have metrics of their own.
         part: this server's part of the tenants, from 0; see `come.serve.states`.
         parts: how many servers share `state`.
@@ -120,7 +120,8 @@ class Service:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
-        >>> with Service(model, "tent", shape=(4,), abstain_above=0.9) as service:
+        >>> with Service(model, "tent", shape=(4,)) as service:
+        ...     promise = service.calibrate([torch.randn(20, 4)], coverage=0.9)
         ...     answers = [service.predict(name, torch.randn(2, 4)) for name in ("north", "south")]
         ...     service.health("north")["steps"], answers[0].logits.shape, len(answers[1].abstain)
         (1.0, torch.Size([2, 3]), 2)
@@ -143,7 +144,6 @@ class Service:
         max_wait: float = 0.002,
         max_samples: int = 64,
         max_queue: int = 1024,
-        abstain_above: float | None = None,
         labels: int = 100,
         part: int = 0,
         parts: int = 1,
@@ -157,10 +157,6 @@ class Service:
         for name, seconds in (("write_every", write_every), ("max_wait", max_wait)):
             limit = "a number of seconds >= 0"
             require(require_number(name, seconds, limit) and 0 <= seconds < math.inf, name, seconds, limit)
-        if abstain_above is not None:
-            limit = "a number in [0, 1], or None"
-            good = require_number("abstain_above", abstain_above, limit) and 0 <= abstain_above <= 1
-            require(good, "abstain_above", abstain_above, limit)
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be float32 or uint8, got {shown(dtype)}")
         if dtype == "uint8" and preprocess is None:
@@ -177,7 +173,7 @@ class Service:
             )
         self.dtype, self.max_samples = dtype, max_samples
         self.mode = adapt if isinstance(adapt, Mode) else Mode.of(adapt)
-        self._preprocess, self._abstain_above = preprocess, abstain_above
+        self._preprocess = preprocess
         self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
         self._resident, self._part, self._parts = resident, part, parts
         self._writes_first = write_every == 0
@@ -221,6 +217,22 @@ class Service:
             return self._fleet.predict(self._input([x]), free)
         finally:
             self._fleet.close(free)
+
+    def calibrate(self, data: Iterable[Any], **how: Any) -> Promise:
+        """Choose when to abstain, for all tenants; before it, from invalid samples only. Requests wait meanwhile.
+
+        Args:
+            data: batches x or (x, y) of source data, x (n, *shape) in `dtype` as clients send it.
+            **how: risk, coverage, delta, score and follow, as in `come.Adapter.calibrate`. A threshold that follows is each
+                tenant's own, and moves when the tenant adapts.
+        """
+
+        def batches() -> Iterator[Any]:
+            for batch in data:
+                x, y = labelled(batch)
+                yield self._input([x]) if y is None else (self._input([x]), y)
+
+        return self._fleet.calibrate(batches(), **how)
 
     # ---- requests ----
 
@@ -456,13 +468,15 @@ class Service:
     def _together(self, requests: list[_Request], step: bool) -> list[Answer]:
         names = [one.name for one in requests for _ in range(len(one.x))]
         x = self._input([one.x for one in requests])
+        calibrated = self._fleet.promise is not None
         if step:
-            logits, _, _, valid = self._fleet.step(x, names)
+            logits, _, _, valid, below = self._fleet.step(x, names)
         else:
             logits, valid = self._fleet.predict(x, names), None
+            below = self._fleet.abstains(logits, names) if calibrated else None
         good = answered(logits) if valid is None else answered(logits) & valid
         u = self._fleet.uncertainty(logits).nan_to_num(1.0)
-        abstain = ~good if self._abstain_above is None else ~good | (u > self._abstain_above)
+        abstain = ~good | below if calibrated and below is not None else ~good
         logits = logits.float().cpu()
         labels, us, abstains, goods = (value.tolist() for value in (logits.argmax(dim=1), u, abstain, good))
         adapted, answers, begin = step or self.mode.kind == "after", list[Answer](), 0

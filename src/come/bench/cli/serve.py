@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
 from come.bench import models
 from come.bench.cli.options import Debug, Device
+from come.bench.data import open_source
+from come.bench.data.streams import shuffle
 from come.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,15 +28,52 @@ LINGER = 30
 """Seconds that open connections have when the server ends."""
 
 
-def build(part: int, parts: int, *, model: str, checkpoint: Path | None, device: str, **settings: Any) -> Service:
-    """The service of a model by name; images are uint8 unless they are to come normalized, in float32."""
+def build(
+    part: int,
+    parts: int,
+    *,
+    model: str,
+    checkpoint: Path | None,
+    device: str,
+    wanted: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Service:
+    """The service of a model by name; images are uint8 unless they are to come normalized, in float32.
+
+    `wanted` is what to promise, and the data to calibrate on.
+    """
     from come.serve import Service
 
     found = models.load(model, checkpoint=checkpoint)
     side = found.preprocess.size
     if settings["dtype"] == "uint8":
         settings["preprocess"] = found.preprocess
-    return Service(found.module.to(device), shape=(3, side, side), part=part, parts=parts, **settings)
+    service = Service(found.module.to(device), shape=(3, side, side), part=part, parts=parts, **settings)
+    if wanted:
+        try:
+            _calibrate(service, found, **wanted)
+        except BaseException:
+            service.close()
+            raise
+    return service
+
+
+def _calibrate(service: Service, model: models.Model, calibrate: str, **promised: float | None) -> None:
+    source = open_source(calibrate, model.preprocess)
+    source.require([None], 5)
+    if source.num_classes != model.num_classes:
+        raise ConfigError(
+            f"--calibrate {calibrate} has {source.num_classes} classes and {model.name} {model.num_classes}; give data of "
+            "the model's own classes"
+        )
+    order = shuffle(range(len(source)), 0)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for begin in range(0, len(order), service.max_samples):
+            loaded = source.load(order[begin : begin + service.max_samples])
+            yield loaded.images if service.dtype == "uint8" else model.preprocess(loaded.images), loaded.labels
+
+    typer.echo(f"abstains: {service.calibrate(batches(), **promised)}")
 
 
 def _number(text: str, least: int) -> Any:
@@ -49,7 +89,14 @@ def serve(
     dtype: Annotated[
         str, typer.Option(help="[bold]uint8[/]: images, normalized here; [bold]float32[/]: normalized ones.")
     ] = "uint8",
-    abstain_above: Annotated[float | None, typer.Option(help="Abstain where the uncertainty is above this.")] = None,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(help="Source data that the threshold for abstaining is chosen on; [bold]come list data[/]."),
+    ] = None,
+    risk: Annotated[
+        float | None, typer.Option(help="Abstain so that at most this share of the answers is wrong.")
+    ] = None,
+    coverage: Annotated[float | None, typer.Option(help="Or so that this share of samples is answered.")] = None,
     state: Annotated[
         Path | None, typer.Option(help="A folder for tenants' states. \\[memory only]", show_default=False)
     ] = None,
@@ -89,11 +136,15 @@ def serve(
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"no device {device!r}: {str(error).splitlines()[0]}") from error
     settings: dict[str, Any] = {
-        **{"method": method, "objective": objective, "adapt": adapt, "dtype": dtype, "abstain_above": abstain_above},
+        **{"method": method, "objective": objective, "adapt": adapt, "dtype": dtype},
         **{"state": state, "write_every": write_every, "tenants": tenants, "resident": resident, "labels": labels},
         **{"max_batch": max_batch, "max_wait": max_wait / 1000, "max_samples": max_samples, "max_queue": max_queue},
     }
-    make: Callable[[int, int], Service] = partial(build, model=model, checkpoint=checkpoint, device=device, **settings)
+    wanted = {} if calibrate is None else {"calibrate": calibrate, "risk": risk, "coverage": coverage}
+    if calibrate is None and (risk is not None or coverage is not None):
+        raise ConfigError("--risk and --coverage need --calibrate DATA, source data to choose the threshold on")
+    settings |= {"model": model, "checkpoint": checkpoint, "device": device}
+    make: Callable[[int, int], Service] = partial(build, wanted=wanted, **settings)
     if state is None:
         typer.echo("states are in memory only; --state FOLDER keeps them", err=True)
     said = f"{model} with {method}, adapts {adapt}, on http://{host}:{port}"

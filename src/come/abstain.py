@@ -1,0 +1,371 @@
+r"""When not to answer: a threshold on a score, with a promise that holds for samples like those it was chosen on.
+
+risk      with probability 1 - delta over the calibration samples, at most this share of the answered samples is wrong
+coverage  at least this share of samples is answered, on average over calibration samples; needs no labels
+
+Both hold for exchangeable samples: those to come are drawn as the calibration samples were. Under a shift neither does. Without
+labels coverage alone can be kept up on any stream, see `Abstention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from come.errors import ConfigError, InputError, require, require_number, shown, unknown
+from come.inputs import UNKNOWN, answered, exact
+from come.objectives import Objective, Softmax
+
+SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
+    "confidence": lambda objective, logits: objective.confidence(logits),
+    "msp": lambda _, logits: Softmax().confidence(logits),
+    "uncertainty": lambda objective, logits: -objective.uncertainty(logits),
+    "energy": lambda _, logits: exact(logits).logsumexp(dim=-1),
+    "entropy": lambda _, logits: -Softmax().entropy(logits),
+}
+"""Confidences by name, from an objective and logits (..., K) to (...,); larger is more confident. They are those of
+`come.metrics.SCORES`."""
+
+PILOT = 0.25
+"""Of the labelled samples, the share that chooses which thresholds are tested, and in which order."""
+STEPS = 100
+"""Thresholds that are tested, at most."""
+FOLLOW = 0.05
+"""How far one sample moves a threshold that follows a stream, in standard deviations of the score."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A threshold and what was promised with it: samples are answered where the score is at least the threshold.
+
+    Example:
+        >>> print(Promise("confidence", 0.62, samples=1000, answered=0.71, risk=0.05, delta=0.1))
+        at most 5% of the answered samples are wrong (probability 90%): answers where confidence >= 0.62, 71.0% of 1000 samples
+    """
+
+    score: str
+    """A name in `SCORES`."""
+    threshold: float
+    samples: int
+    """It was chosen on so many."""
+    answered: float
+    """The share of them that is answered."""
+    risk: float | None = None
+    """At most this share of the answered samples is wrong ..."""
+    delta: float | None = None
+    """... with probability 1 - delta over the calibration samples."""
+    coverage: float | None = None
+    """At least this share is answered."""
+    rate: float = 0.0
+    """How far one sample moves the threshold; 0: it stays."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.threshold, self.samples, self.answered, self.rate, self.risk, self.delta, self.coverage)
+        good = all(value is None or (isinstance(value, (int, float)) and not math.isnan(value)) for value in numbers)
+        if self.score not in SCORES or not good or (self.rate and self.coverage is None):  # of a file that was changed
+            raise InputError(f"{self.score!r}, {numbers} is no promise")
+
+    def __str__(self) -> str:
+        """In words."""
+        if self.risk is not None and self.delta is not None:
+            what = (
+                f"at most {100 * self.risk:.3g}% of the answered samples are wrong "
+                f"(probability {100 * (1 - self.delta):.3g}%)"
+            )
+        else:
+            what = f"at least {100 * (self.coverage or 0):.3g}% of the samples are answered"
+        follows = ", following the stream" if self.rate else ""
+        return (
+            f"{what}: answers where {self.score} >= {self.threshold:.4g}, {100 * self.answered:.1f}% of {self.samples} "
+            f"samples{follows}"
+        )
+
+
+@dataclass(frozen=True)
+class Abstention:
+    r"""A promise, and the threshold that is in force on one stream.
+
+    Without labels nobody can know the risk under a shift, but everybody can count the samples that were answered. So a
+    threshold can follow a stream to keep the coverage c (adaptive conformal inference, Gibbs and Candes, 2021): after a batch
+
+    .. math:: t \leftarrow t + \gamma \sum_i ([s_i \ge t] - c)
+
+    As t cannot leave the range r of the scores seen by more than one batch's step, the share answered among N samples in
+    batches of B is within (r + gamma B) / (gamma N) of c, on every stream. How often the answers are right is not promised.
+    """
+
+    promise: Promise
+    threshold: Tensor | None = None
+    """0-d: where it follows the stream; None: the promise's."""
+
+    @classmethod
+    def begin(cls, promise: Promise, device: torch.device) -> Abstention:
+        """Before the first batch."""
+        return cls(promise, torch.tensor(promise.threshold, device=device) if promise.rate else None)
+
+    def to(self, device: torch.device) -> Abstention:
+        """On that device."""
+        return self if self.threshold is None else Abstention(self.promise, self.threshold.to(device))
+
+
+def abstains(
+    promise: Promise, objective: Objective, logits: Tensor, threshold: Tensor | None, valid: Tensor | None = None
+) -> Tensor:
+    """Which samples (B,) are not to be relied on: below the threshold, or without a usable answer.
+
+    Args:
+        promise: the score and the threshold.
+        objective: whose confidence and uncertainty it is.
+        logits: (B, K).
+        threshold: 0-d or (B,) in place of the promise's.
+        valid: (B,) bool, what the guard has found.
+    """
+    score = SCORES[promise.score](objective, logits)
+    known = answered(logits) & (logits.amax(dim=1) > UNKNOWN / 2)
+    known = known if valid is None else known & valid
+    return ~(known & (score >= (promise.threshold if threshold is None else threshold)))
+
+
+def followed(promise: Promise, threshold: Tensor, abstain: Tensor, valid: Tensor | None = None) -> Tensor:
+    """The threshold after a batch: raised where more than the promised share was answered, lowered where less.
+
+    Args:
+        promise: the coverage and the rate.
+        threshold: (...,) in force for the batch.
+        abstain: (..., B) bool.
+        valid: (..., B) bool; others do not count.
+    """
+    assert promise.coverage is not None
+    counted = torch.ones_like(abstain) if valid is None else valid
+    excess = (~abstain & counted).sum(dim=-1) - promise.coverage * counted.sum(dim=-1)
+    return threshold + promise.rate * excess
+
+
+# ---- choosing a threshold ----
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be promised, checked before any data is read."""
+
+    risk: float | None = None
+    coverage: float | None = None
+    delta: float = 0.1
+    score: str = "confidence"
+    follow: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.risk is None) == (self.coverage is None):
+            given = "neither" if self.risk is None else f"risk={shown(self.risk)} and coverage={shown(self.coverage)}"
+            raise ConfigError(f"calibrate() must be given either risk (needs labels) or coverage, got {given}")
+        for name in ("risk", "coverage", "delta"):
+            value = getattr(self, name)
+            if value is not None:
+                require(require_number(name, value, "in (0, 1)") and 0 < value < 1, name, value, "in (0, 1)")
+        if self.score not in SCORES:
+            raise unknown("score", self.score, SCORES)
+        require(isinstance(self.follow, bool), "follow", self.follow, "True or False")
+        if self.follow and self.risk is not None:
+            raise ConfigError(
+                "follow must be False with risk: how often answers are wrong cannot be seen without labels, so no threshold "
+                "can follow it; promise a coverage, or calibrate again on labelled samples of the stream"
+            )
+
+    def promise(self, score: Tensor, wrong: Tensor | None) -> Promise:
+        """The promise that calibration samples give.
+
+        Args:
+            score: (N,), larger is more confident.
+            wrong: (N,) bool; only for a risk.
+        """
+        score = score.cpu()
+        if self.coverage is not None:
+            threshold = coverage_threshold(score, self.coverage)
+        else:
+            assert wrong is not None
+            assert self.risk is not None
+            threshold = risk_threshold(score, wrong.cpu(), self.risk, self.delta)
+        return Promise(
+            self.score,
+            threshold,
+            samples=len(score),
+            answered=(score >= threshold).double().mean().item(),
+            risk=self.risk,
+            delta=None if self.risk is None else self.delta,
+            coverage=self.coverage,
+            rate=FOLLOW * score.double().std().item() if self.follow else 0.0,
+        )
+
+
+def coverage_threshold(score: Tensor, coverage: float) -> float:
+    r"""The conformal quantile: a threshold that the next sample reaches with probability >= coverage.
+
+    It is the k-th smallest of N scores, :math:`k = \lfloor (N + 1)(1 - \text{coverage}) \rfloor`: of N + 1 exchangeable
+    scores the next one is below the k-th smallest of the others with probability at most k / (N + 1).
+
+    Args:
+        score: (N,), larger is more confident.
+        coverage: in (0, 1).
+
+    Example:
+        >>> coverage_threshold(torch.arange(19.0), 0.9)
+        1.0
+    """
+    k = math.floor((len(score) + 1) * (1 - coverage) + 1e-9)
+    if k < 1:
+        needed = math.ceil(coverage / (1 - coverage) - 1e-9)
+        raise InputError(f"coverage={coverage:g} needs at least {needed} calibration samples, got {len(score)}")
+    return score.sort().values[k - 1].item()
+
+
+def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed: int = 0) -> float:
+    r"""A threshold above which, with probability 1 - delta, at most the share `risk` of all samples to come is wrong.
+
+    "Learn then test" (Angelopoulos et al., 2021) with fixed-sequence testing. A quarter of the samples, drawn at random,
+    chooses a sequence of thresholds: first about the one at which the risk is most clearly met, then lower ones. On the
+    others, of which m reach a threshold and w of these are wrong, a threshold passes if so few would be wrong with
+    probability at most delta were the risk not met (the exact binomial test, Clopper and Pearson, 1934):
+
+    .. math:: P(\mathrm{Bin}(m, \text{risk}) \le w) \le \delta
+
+    The result is the last one that passes before the first that fails. The first threshold of the sequence whose true risk
+    is above `risk` passes with probability at most delta, and none behind it is reached otherwise; so nothing is paid for
+    testing many.
+
+    Args:
+        score: (N,), larger is more confident.
+        wrong: (N,) bool.
+        risk: in (0, 1).
+        delta: in (0, 1).
+        seed: of the draw.
+
+    Returns:
+        the threshold; -inf if all samples can be answered.
+
+    Example:
+        >>> score = torch.arange(1000) / 1000
+        >>> wrong = (score < 0.3) & (torch.arange(1000) % 2 == 0)
+        >>> round(risk_threshold(score, wrong, risk=0.05, delta=0.1), 3)
+        0.241
+    """
+    needed = _needed(risk, delta)
+    drawn = torch.randperm(len(score), generator=torch.Generator().manual_seed(seed))
+    cut = int(PILOT * len(score))
+    if len(score) - cut < needed:
+        least = next(n for n in range(needed, 2 * needed + 2) if n - int(PILOT * n) >= needed)
+        raise InputError(
+            f"risk={risk:g} with delta={delta:g} needs at least {least} labelled calibration samples (if all answers are "
+            f"right; more if not), got {len(score)}"
+        )
+    pilot, test = (score[drawn[:cut]], wrong[drawn[:cut]]), (score[drawn[cut:]], wrong[drawn[cut:]])
+    found = _tested(*pilot, *test, risk, delta)
+    if found is None:
+        others = (r / 1000 for r in range(math.floor(1000 * risk) + 1, 1000))
+        least_risk = next((r for r in others if _tested(*pilot, *test, r, delta) is not None), 1.0)
+        raise InputError(
+            f"no threshold has a risk of {risk:g} that these {len(score)} samples can promise with delta={delta:g}; the "
+            f"smallest they can is {least_risk:g}: ask for it, or give more samples or another score"
+        )
+    return found
+
+
+def _needed(risk: float, delta: float) -> int:
+    """As many answers must be right, and none wrong, to promise the risk."""
+    return math.ceil(math.log(delta) / math.log1p(-risk))
+
+
+def _tested(
+    score: Tensor, wrong: Tensor, others: Tensor, others_wrong: Tensor, risk: float, delta: float
+) -> float | None:
+    """The last threshold of the sequence that passes before the first that fails; None if the first one fails."""
+    score, order = score.sort(descending=True)
+    reached = torch.arange(1, len(score) + 1)
+    margin = (risk * reached - wrong[order].cumsum(0)) / reached.sqrt()  # in standard deviations, but for a factor
+    best = int(margin.argmax()) if len(score) else 0
+    # A little above it, as a small pilot is too hopeful; but not so high that too few of the others reach it to be tested.
+    least = math.ceil(1.25 * _needed(risk, delta) * len(score) / len(others)) - 1
+    first = max(3 * best // 4, min(best, least))
+    sequence = [*score[first : len(score) - 1 : max(1, len(score) // STEPS)].tolist(), -math.inf]  # in the end all
+    found = None
+    for threshold in sequence:
+        passed = others >= threshold
+        if binomial_cdf(int(others_wrong[passed].sum()), int(passed.sum()), risk) > delta:
+            break
+        found = threshold
+    return found
+
+
+def binomial_cdf(k: int, n: int, p: float) -> float:
+    r"""Probability of at most k successes in n trials: :math:`\sum_{i \le k} \binom{n}{i} p^i (1 - p)^{n - i}`.
+
+    Example:
+        >>> round(binomial_cdf(1, 3, 0.5), 6)
+        0.5
+    """
+    i, all_of_them = torch.arange(k + 1, dtype=torch.float64), torch.tensor(float(n), dtype=torch.float64)
+    ways = torch.lgamma(all_of_them + 1) - torch.lgamma(i + 1) - torch.lgamma(all_of_them - i + 1)
+    return torch.logsumexp(ways + i * math.log(p) + (n - i) * math.log1p(-p), dim=0).exp().item()
+
+
+# ---- calibration samples ----
+
+
+def labelled(batch: Any) -> tuple[Any, Tensor | None]:
+    """A batch of calibration samples as what goes into the model, and the labels if there are any.
+
+    A pair whose second part is a vector of integers is (x, y); everything else is x.
+    """
+    y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+    whole = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    return (batch[0], y) if isinstance(y, Tensor) and whole and y.ndim == 1 else (batch, None)
+
+
+def scored(
+    data: Iterable[Any], predict: Callable[[Any], Tensor], objective: Objective, wanted: Wanted
+) -> tuple[Tensor, Tensor | None]:
+    """Scores (N,) of calibration samples, and which of their predictions are wrong (N,), if that is asked for.
+
+    Args:
+        data: batches x or (x, y); y is -1 for an outlier, which no answer is right for.
+        predict: gives the logits (B, K) of a batch.
+        objective: whose confidence and uncertainty it is.
+        wanted: which score, and whether labels are needed.
+    """
+    scores, wrong = list[Tensor](), list[Tensor]()
+    for batch in data:
+        x, y = labelled(batch)
+        if wanted.risk is not None and y is None:
+            raise InputError(
+                "data must be batches (x, y) with y (B,) the integer labels, since a risk needs labels, got "
+                f"{shown(batch)}; without labels ask for a coverage"
+            )
+        logits = predict(x)
+        bad = int((~answered(logits)).sum())
+        if bad:
+            raise InputError(
+                f"calibration samples must have finite logits, got {bad} of {len(logits)} without; fix the data"
+            )
+        scores.append(SCORES[wanted.score](objective, logits))
+        if wanted.risk is not None and y is not None:
+            wrong.append(logits.argmax(dim=1) != _checked(y, logits).to(logits.device))
+    if not scores:
+        raise InputError("data must hold at least one batch, got none (an exhausted iterator?)")
+    return torch.cat(scores), torch.cat(wrong) if wrong else None
+
+
+def _checked(y: Tensor, logits: Tensor) -> Tensor:
+    size, classes = logits.shape
+    if len(y) != size:
+        raise InputError(f"y must have a label for each of the {size} samples of the batch, got {len(y)}")
+    low, high = int(y.min()), int(y.max())
+    if low < -1 or high >= classes:
+        raise InputError(
+            f"labels must be from 0 to {classes - 1}, the classes of the model, or -1 for an outlier, got "
+            f"{low if low < -1 else high}"
+        )
+    return y
