@@ -26,8 +26,7 @@ from come.bench.data import Source, Stream, batches, open_source
 from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.models import Model
 
-SCORES = {"softmax": "msp", "belief": "confidence", "entropy": "entropy", "u": "uncertainty", "energy": "energy"}
-"""By the names that are printed: "belief" and "u" are those of an opinion, whatever the objective."""
+SCORES = ("softmax", "belief", "entropy", "u", "energy")
 CORRUPTIONS = "gaussian_noise,defocus_blur,snow,contrast"
 COME = come.Opinion()
 
@@ -117,7 +116,7 @@ def wrong(run: Run, answered: Tensor) -> float:
 def rows(run: Run) -> dict[str, Tensor]:
     """What the metrics take."""
     found = {column: score(COME, run.logits) for column, score in abstain.SCORES.items()}
-    found |= {"uncertainty": -found["uncertainty"], "entropy": -found["entropy"]}  # as a run has them
+    found |= {"uncertainty": -found["u"], "entropy": -found["entropy"]}  # as a run has them
     return found | {"label": run.labels, "prediction": run.logits.argmax(dim=1)}
 
 
@@ -254,9 +253,9 @@ def main() -> None:
     for name, runs in found.items():
         body = []
         for way, one in runs.items():
-            for label, score in SCORES.items():
+            for score in SCORES:
                 numbers = metrics.selective(rows(one), score=score)
-                body.append([f"{way}, {label}", *(percent(value) for value in numbers.values())])
+                body.append([f"{way}, {score}", *(percent(value) for value in numbers.values())])
         table(f"{name}: by score", ["", "AURC↓", "Acc@50↑", "Acc@80↑", "Acc@90↑"], body)
 
 

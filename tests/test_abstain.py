@@ -203,16 +203,17 @@ def test_every_score_is_that_of_the_metrics(score):
     assert torch.equal(step.abstain, found < promise.threshold)
     assert torch.equal(classifier.abstains(step.logits), step.abstain)
     objective, z = classifier.method.objective, step.logits
-    rows = {"confidence": objective.confidence(z), "uncertainty": objective.uncertainty(z), "energy": z.logsumexp(1)}
-    p = z.softmax(dim=1)
-    rows |= {"msp": p.amax(dim=1), "entropy": torch.special.entr(p).sum(dim=1)}
+    opinion, p = come.Opinion(), z.softmax(dim=1)
+    rows = {"confidence": objective.confidence(z), "softmax": p.amax(dim=1), "belief": opinion.confidence(z)}
+    rows |= {"uncertainty": opinion.uncertainty(z), "entropy": torch.special.entr(p).sum(dim=1)}
+    rows["energy"] = z.logsumexp(dim=1)
     assert abstain.SCORES.keys() == metrics.SCORES.keys()
     torch.testing.assert_close(found, metrics.SCORES[score](rows))
 
 
 def test_u_ranks_as_the_energy_does():
     z = torch.randn(500, 10) * 3
-    u, energy = (abstain.SCORES[name](come.Opinion(), z.double()) for name in ("uncertainty", "energy"))
+    u, energy = (abstain.SCORES[name](come.Opinion(), z.double()) for name in ("u", "energy"))
     assert torch.equal(u.argsort(), energy.argsort())
 
 
@@ -355,7 +356,7 @@ def test_streams_that_are_opened_later_or_come_back_from_disk_have_the_promise(t
         (X, {"coverage": 1.0}, "coverage must be in (0, 1), got 1.0"),
         (X, {"coverage": "0.9"}, "coverage must be in (0, 1), got '0.9'"),
         (LABELLED, {"risk": 0.1, "delta": 2}, "delta must be in (0, 1), got 2"),
-        (X, {"coverage": 0.9, "score": "mps"}, "no score 'mps'; did you mean 'msp'?"),
+        (X, {"coverage": 0.9, "score": "softmx"}, "no score 'softmx'; did you mean 'softmax'?"),
         (X, {"coverage": 0.9, "follow": 1}, "follow must be True or False, got 1"),
         (LABELLED, {"risk": 0.1, "follow": True}, "cannot be seen without labels, so no threshold can follow it"),
         ([], {"coverage": 0.9}, "data must hold at least one batch, got none"),
@@ -412,10 +413,10 @@ def test_abstaining_needs_a_calibration():
 
 
 def test_promises_in_words():
-    text = str(Promise("msp", 0.25, samples=10, answered=0.9, coverage=0.8, rate=0.1))
+    text = str(Promise("softmax", 0.25, samples=10, answered=0.9, coverage=0.8, rate=0.1))
     assert (
         text
-        == "at least 80% of the samples are answered: answers where msp >= 0.25, 90.0% of 10 samples, following the stream"
+        == "at least 80% of the samples are answered: answers where softmax >= 0.25, 90.0% of 10 samples, following the stream"
     )
 
 

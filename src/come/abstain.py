@@ -19,14 +19,15 @@ from torch import Tensor
 
 from come.errors import ConfigError, InputError, require, require_number, shown, unknown
 from come.inputs import UNKNOWN, answered, exact
-from come.objectives import Objective, Softmax
+from come.objectives import Objective, Opinion, Softmax
 
 SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
     "confidence": lambda objective, logits: objective.confidence(logits),
-    "msp": lambda _, logits: Softmax().confidence(logits),
-    "uncertainty": lambda objective, logits: -objective.uncertainty(logits),
-    "energy": lambda _, logits: exact(logits).logsumexp(dim=-1),
+    "softmax": lambda _, logits: Softmax().confidence(logits),
+    "belief": lambda _, logits: Opinion().confidence(logits),
+    "u": lambda _, logits: -Opinion().uncertainty(logits),
     "entropy": lambda _, logits: -Softmax().entropy(logits),
+    "energy": lambda _, logits: exact(logits).logsumexp(dim=-1),
 }
 """Confidences by name, from an objective and logits (..., K) to (...,); larger is more confident. They are those of
 `come.metrics.SCORES`."""
@@ -120,7 +121,7 @@ def abstains(
 
     Args:
         promise: the score and the threshold.
-        objective: whose confidence and uncertainty it is.
+        objective: whose confidence it is.
         logits: (B, K).
         threshold: 0-d or (B,) in place of the promise's.
         valid: (B,) bool, what the guard has found.
@@ -333,7 +334,7 @@ def scored(
     Args:
         data: batches x or (x, y); y is -1 for an outlier, which no answer is right for.
         predict: gives the logits (B, K) of a batch.
-        objective: whose confidence and uncertainty it is.
+        objective: whose confidence it is.
         wanted: which score, and whether labels are needed.
     """
     scores, wrong = list[Tensor](), list[Tensor]()

@@ -95,9 +95,11 @@ def selective(
 
     Example:
         >>> rows = {"label": torch.tensor([0, 1, -1]), "prediction": torch.tensor([0, 1, 0])}
-        >>> rows["msp"] = torch.tensor([0.9, 0.6, 0.8])
-        >>> selective(rows, score="msp")["accuracy_at_50"], selective(rows, score="msp", outliers=False)["accuracy_at_50"]
-        (0.5, 1.0)
+        >>> rows["softmax"] = torch.tensor([0.9, 0.6, 0.8])
+        >>> selective(rows, score="softmax")["accuracy_at_50"]
+        0.5
+        >>> selective(rows, score="softmax", outliers=False)["accuracy_at_50"]
+        1.0
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
