@@ -198,7 +198,7 @@ def test_characters_of_every_class_and_font_stand_out_from_their_background(fold
     shown = render.render_characters(rows, labels, atlas, blank).astype(np.int64)
     empty = render.render_characters(rows, labels, blank, blank).astype(np.int64)
     change = np.abs(shown - empty).max(1)
-    ink = (change > 0.6 * 255 * render.MIN_CONTRAST).sum((1, 2))
+    ink = (change > 0.6 * 255 * render.CONTRAST[0]).sum((1, 2))
     assert ink.min() >= 12
     # and its ink does not run out of the picture
     frame = change.copy()
