@@ -46,11 +46,15 @@ from come.metrics import SCORES
 def bench(
     given: dict[str, Any],
     preset_name: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--preset", rich_help_panel=WHAT, help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items()) + "."
+            "--preset",
+            rich_help_panel=WHAT,
+            help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items())
+            + ". Other options change it. \\[quick, if no option says what or how to run]",
+            show_default=False,
         ),
-    ] = "quick",
+    ] = None,
     stream: Annotated[
         list[Path] | None, typer.Option(rich_help_panel=HOW, help="Replay a manifest of an earlier run. Repeatable.")
     ] = None,
@@ -82,7 +86,10 @@ def bench(
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
-    plan = Plan(**_merged(preset(preset_name), from_toml(config) if config else {}, typed(given)))
+    if preset_name is None and not given and not config:
+        preset_name = "quick"
+    chosen = preset(preset_name) if preset_name else {}
+    plan = Plan(**_merged(chosen, from_toml(config) if config else {}, typed(given)))
     watched = Bench(
         plan,
         device=device,

@@ -11,18 +11,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from come.bench.cli.options import Debug
-from come.bench.cli.watch import say_unfinished
+from come.bench.cli.watch import say_unfinished, show_tables
 from come.bench.compare import compare_runs, shown_changes
 from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import (
     configurations,
+    rates_table,
     results_table,
     to_csv,
     to_json,
     to_latex,
     to_markdown,
-    to_rich,
+    without_sweeps,
     write_figures,
     write_html,
 )
@@ -61,13 +62,13 @@ def report(
     if score != "confidence":
         records = folder.rescored(records, score)
     judged = verdicts(folder, records)
-    table = results_table(records, metric=metric, verdicts=judged)
     if format_ is not None:
-        typer.echo(FORMATS[format_](table).rstrip())
+        typer.echo(FORMATS[format_](results_table(records, metric=metric, verdicts=judged)).rstrip())
         return
     console = Console(highlight=False)
-    for part in to_rich(table, console.width):
-        console.print(part)
+    show_tables(
+        console, results_table(without_sweeps(records), metric=metric, verdicts=judged), rates_table(records, judged)
+    )
     say_unfinished(console, list(missing(records)), failed(folder.failures(), records))
     page = out or folder.path / "report.html"
     write_html(folder, records, page, ["come", *sys.argv[1:]], judged)

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder
 from come.bench.record import Failure
-from come.bench.report import results_table, to_rich, write_html, write_report
+from come.bench.report import Table, rates_table, results_table, to_rich, without_sweeps, write_html, write_report
 from come.bench.runner import Progress, effort
 from come.bench.statistics import Verdicts, verdicts
 
@@ -63,12 +63,17 @@ def show_results(
     if score != "confidence":
         records = folder.rescored(records, score)
     judged = verdicts(folder, records)
-    for part in to_rich(results_table(records, title, verdicts=judged), console.width):
-        console.print(part)
+    show_tables(console, results_table(without_sweeps(records), title, verdicts=judged), rates_table(records, judged))
     write_report(records, folder.path / "report.md", command, judged, folder.failures())
     write_html(folder, records, folder.path / "report.html", command, judged)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
     return judged
+
+
+def show_tables(console: Console, *tables: Table | None) -> None:
+    """Print those that there are, each in as many pieces as the terminal asks for."""
+    for part in (part for table in tables if table for part in to_rich(table, console.width)):
+        console.print(part)
 
 
 class Watch(Progress):

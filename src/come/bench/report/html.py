@@ -26,6 +26,7 @@ from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
 from come.bench.report.findings import NAMES, changes, collapses, extremes, failed, headline, missing, recoveries
+from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import (
     METRICS,
@@ -102,6 +103,7 @@ def write_html(
             accuracy=_table(results_table(records, verdicts=judged)),
             fpr=_table(results_table(records, metric="fpr", verdicts=judged)),
             metrics=_metrics(records),
+            rates=None if (rates := rates_table(records, judged)) is None else _table(rates),
             figures=_figures(records, found),
             cost=_cost(records),
             setup=_setup(records, command),
@@ -118,7 +120,7 @@ def _finding(
         for (method, before, after), found in changes(records, judged).items()
     ]
     return {
-        "headline": headline(records, judged),
+        "headline": headline(without_sweeps(records), judged),
         "extremes": extremes(records),
         "cards": cards,
         "has_source": any(piece.pair[0] == "source" for piece in pieces),
@@ -183,7 +185,7 @@ def _figures(records: Sequence[Record], found: Reading) -> Context:
         "domains": (min(domains, draw.DOMAINS), domains),
         **{
             n: [panel.image() for group in parts[n] for panel in group.panels]
-            for n in ("confidence", "collapse", "cost")
+            for n in ("rates", "confidence", "collapse", "cost")
         },
     }
 

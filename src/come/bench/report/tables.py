@@ -190,7 +190,7 @@ def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]], verdicts: 
             rows.append(Row(method, objective if len(objectives) > 1 else "", line, objective))
         if len(lines) == 2:
             judged = (verdicts.get((method, objectives[1], *key)) for key in keys)
-            rows.append(Row(method, "improve", tuple(map(_difference, *lines, judged))))
+            rows.append(Row(method, "improve", tuple(map(difference, *lines, judged))))
     return tuple(rows)
 
 
@@ -224,7 +224,8 @@ def _over_seeds(values: Sequence[float], metric: Metric) -> Entry | None:
     return Entry(fmean(values), spread, digits=1 if metric.percent else 3, seeds=len(values))
 
 
-def _difference(before: Entry | None, after: Entry | None, verdict: Verdict | None) -> Entry | None:
+def difference(before: Entry | None, after: Entry | None, verdict: Verdict | None) -> Entry | None:
+    """What stands in an Improve row: the second minus the first, marked where the verdict found a difference."""
     if before is None or after is None:
         return None
     # of the numbers as they are printed, so that a reader can check it
