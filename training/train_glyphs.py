@@ -1,8 +1,9 @@
 """Trains the source models of the embedded benchmark on clean glyphs and writes their weights.
 
-    python training/train_glyphs.py --model vit --epochs 8 --rate 5e-4 --start glyphs_vit.safetensors --out weights
-    python training/train_glyphs.py --model resnet --epochs 12 --batch 1024 --start glyphs_resnet.safetensors --out weights
+    python training/train_glyphs.py --model resnet --epochs 12 --batch 1024 --start old/glyphs_resnet.safetensors --out weights
     python training/train_glyphs.py --model vit --device cpu --epochs 1 --train-size 2000 --out smoke
+
+The commands that made the embedded weights are in docs/glyphs.md, the criterion that they had to meet too.
 
 Writes ``OUT/glyphs_<model>.safetensors`` (half precision; one-dimensional tensors stay in single precision)
 and ``OUT/glyphs_<model>.json`` (how to build the model, how to normalize, what it reaches). The images
