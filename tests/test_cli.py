@@ -138,9 +138,9 @@ def test_presets(monkeypatch, capsys):
     assert "11 cells, 84480 samples" in " ".join(quick.split())
     assert "lifelong" in quick
     assert call(monkeypatch, capsys, "bench", "--preset", "quick", "--dry-run")[1] == quick
-    _, changed, _ = call(monkeypatch, capsys, "bench", "--preset", "quick", "--seeds", "0,1", "--dry-run")
+    _, changed, _ = call(monkeypatch, capsys, "bench", "--seeds", "0,1", "--dry-run")
     assert "22 cells" in changed
-    _, plain, _ = call(monkeypatch, capsys, "bench", "--seeds", "0", "--dry-run")
+    _, plain, _ = call(monkeypatch, capsys, "bench", "--setting", "standard", "--dry-run")
     assert "28 cells" in plain
     _, standard, _ = call(monkeypatch, capsys, "bench", "--preset", "standard", "--dry-run")
     assert "105 cells" in standard

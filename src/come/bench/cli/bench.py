@@ -41,6 +41,9 @@ from come.bench.record import BYTES
 from come.errors import unknown
 from come.metrics import SCORES
 
+OWN_GRID = {"setting", "methods", "corruptions"}
+"""Who chooses one of these has another run in mind than the preset that is the default."""
+
 
 @with_plan
 def bench(
@@ -51,7 +54,7 @@ def bench(
             "--preset",
             rich_help_panel=WHAT,
             help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items())
-            + ". Other options change it. \\[quick, if no option says what or how to run]",
+            + ". \\[quick, unless there is --setting, --methods or --corruptions]",
             show_default=False,
         ),
     ] = None,
@@ -86,10 +89,10 @@ def bench(
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
-    if preset_name is None and not given and not config:
+    chosen = _merged(from_toml(config) if config else {}, typed(given))
+    if preset_name is None and not chosen.keys() & OWN_GRID:
         preset_name = "quick"
-    chosen = preset(preset_name) if preset_name else {}
-    plan = Plan(**_merged(chosen, from_toml(config) if config else {}, typed(given)))
+    plan = Plan(**_merged(preset(preset_name) if preset_name else {}, chosen))
     watched = Bench(
         plan,
         device=device,

@@ -180,9 +180,8 @@ class Watch(Progress):
         if resumed:  # it took no time, and must not promise that the others take none
             self.refuse(cell, "")
         if not self.console.is_terminal:
-            found = ", ".join(
-                f"{d} {100 * m['accuracy']:.1f}" for d, m in record.result.metrics.items() if "accuracy" in m
-            )
+            metrics = ((domain, record.result.metrics[domain]) for domain in record.result.domains)
+            found = ", ".join(f"{d} {100 * m['accuracy']:.1f}" for d, m in metrics if "accuracy" in m)
             note = " (done before)" if resumed else ""
             count = f"[{len(self.records)}/{len(self.cells)}]"
             self.console.print(

@@ -164,7 +164,7 @@ def cut(name: str, most: int = 24) -> str:
 
 def domains_of(records: Iterable[Record], metric: str | None = None) -> list[str]:
     """All domains of the records, in the order of their first; or those that define a metric: some have no outliers."""
-    found = (item for record in records for item in record.result.metrics.items())
+    found = ((domain, record.result.metrics[domain]) for record in records for domain in record.result.domains)
     return list(dict.fromkeys(domain for domain, metrics in found if metric is None or metric in metrics))
 
 
