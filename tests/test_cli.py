@@ -135,7 +135,13 @@ def test_a_configuration_file_and_options_over_it(tmp_path, monkeypatch, capsys)
 
 def test_presets(monkeypatch, capsys):
     _, quick, _ = call(monkeypatch, capsys, "bench", "--dry-run")
-    assert "28 cells" in quick
+    assert "11 cells, 84480 samples" in " ".join(quick.split())
+    assert "lifelong" in quick
+    assert call(monkeypatch, capsys, "bench", "--preset", "quick", "--dry-run")[1] == quick
+    _, changed, _ = call(monkeypatch, capsys, "bench", "--seeds", "0,1", "--dry-run")
+    assert "22 cells" in changed
+    _, plain, _ = call(monkeypatch, capsys, "bench", "--setting", "standard", "--dry-run")
+    assert "28 cells" in plain
     _, standard, _ = call(monkeypatch, capsys, "bench", "--preset", "standard", "--dry-run")
     assert "105 cells" in standard
     _, every, _ = call(monkeypatch, capsys, "bench", "--methods", "all", "--corruptions", "all", "--dry-run")

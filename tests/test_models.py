@@ -26,7 +26,8 @@ from come.bench.downloads import no_answer
 @pytest.mark.parametrize("name", models.GLYPHS)
 def test_the_embedded_models_reach_what_they_claim(name):
     about = json.loads((files("come.bench") / "weights" / f"{name.replace('-', '_')}.json").read_text())
-    assert about["clean_test_accuracy"] > 0.9
+    assert about["clean_test_accuracy"] >= 0.80  # the criterion of docs/glyphs.md
+    assert 0.35 <= about["severity_5_accuracy"] <= 0.45
     model = models.load(name)
     loaded = GlyphSource(size=1000).load(range(1000))
     with torch.no_grad():

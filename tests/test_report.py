@@ -21,6 +21,7 @@ from come.bench.report import (
     configurations,
     describe_configurations,
     metrics_table,
+    rates_table,
     reading,
     results_table,
     to_csv,
@@ -28,6 +29,7 @@ from come.bench.report import (
     to_latex,
     to_markdown,
     to_rich,
+    without_sweeps,
     write_figures,
     write_html,
     write_report,
@@ -128,11 +130,11 @@ def test_marks_are_what_the_verdicts_found(run, judged):
                 assert entry.change == judged[row.method, "come", domain, name].change
 
 
-def test_a_difference_below_the_last_digit_keeps_its_direction():
-    from come.bench.report.tables import _difference
+def test_adifference_below_the_last_digit_keeps_its_direction():
+    from come.bench.report.tables import difference
 
     found = Verdict("accuracy", 50.0, 50.01, 0.001, 0.0, (0.01,))
-    assert str(_difference(Entry(50.0), Entry(50.01), found)) == "△0.0"
+    assert str(difference(Entry(50.0), Entry(50.01), found)) == "△0.0"
 
 
 def test_a_metric_that_is_no_percentage_keeps_its_unit():
@@ -202,6 +204,53 @@ def test_missing_numbers_are_empty_in_csv_null_in_json_and_dots_elsewhere(tmp_pa
     assert '<td class="same">·</td>' in text
     assert "Not finished" in text
     assert "nan" not in Page(text).text.lower()
+
+
+def add_rates(folder, *rates):
+    """Tent with both objectives at these learning rates; 0.001 is its own."""
+    for rate in rates:
+        for objective in ("em", "come"):
+            add(folder, "tent" if rate == 0.001 else f"tent:lr={rate}", objective, lr=rate)
+    return folder
+
+
+def test_several_learning_rates_of_a_method_are_one_table(tmp_path):
+    folder = add_rates(grid(tmp_path / "r", PAIRS[:1], ("fog",)), 0.016, 0.001, 0.004)
+    add(folder, "sar", "em")
+    judged = verdicts(folder, folder.records())
+    table = rates_table(folder.records(), judged)
+    assert table is not None
+    assert table.columns == ("lr 0.001", "lr 0.004", "lr 0.016")
+    assert [row.name.strip() for row in table.rows] == ["source", "tent + em", "tent + come", "Improve"]
+    whole = results_table(folder.records())
+    found = {row.name: str(row.entries[-2]) for row in whole.rows}
+    assert [str(e) for e in table.rows[0].entries] == [found["source"]] * 3
+    assert [str(e) for e in table.rows[2].entries] == [found[f"tent{m} + come"] for m in ("", ":lr=0.004", ":lr=0.016")]
+    assert [e.change for e in table.rows[3].entries] == [
+        judged[m, "come", "average", "accuracy"].change for m in ("tent", "tent:lr=0.004", "tent:lr=0.016")
+    ]
+    assert {r.cell.method for r in without_sweeps(folder.records())} == {"source", "tent", "sar"}
+    write_report(folder.records(), tmp_path / "report.md", verdicts=judged)
+    assert "|lr 0.001|lr 0.004|lr 0.016|" in (tmp_path / "report.md").read_text()
+    write_html(folder, folder.records(), tmp_path / "report.html", verdicts=judged)
+    assert 'href="#rates"' in (tmp_path / "report.html").read_text()
+    assert tmp_path / "rates.svg" in write_figures(folder, folder.records(), tmp_path, "svg")
+
+
+def test_a_sweep_without_the_method_s_own_rate_stays_in_the_table(tmp_path):
+    folder = add_rates(RunFolder(tmp_path / "r"), 0.016, 0.004)
+    assert len(without_sweeps(folder.records())) == 4
+    table = rates_table(folder.records())
+    assert table is not None
+    assert table.columns == ("lr 0.004", "lr 0.016")
+    write_figures(folder, folder.records(), tmp_path, "svg")
+    assert "tent + come" in (tmp_path / "rates.svg").read_text()
+
+
+def test_one_rate_is_no_sweep(run, page):
+    assert rates_table(run.records()) is None
+    assert without_sweeps(run.records()) == run.records()
+    assert "#rates" not in page
 
 
 def test_latex_is_escaped_and_has_the_paper_s_form():

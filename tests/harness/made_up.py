@@ -43,7 +43,9 @@ def add(folder, method, objective, domains=("fog",), *, right=None, rows=None, m
     """Write a finished cell and return its record; `more` are fields of the cell, of the machine, or of `rows_of`."""
     about = {name: more.pop(name) for name in ("device", "threads", "load") if name in more}
     found = {
-        name: more.pop(name) for name in ("seconds", "peak_memory_mb", "bad_images", "events", "score") if name in more
+        name: more.pop(name)
+        for name in ("seconds", "peak_memory_mb", "bad_images", "events", "score", "lr")
+        if name in more
     }
     outliers = more.pop("samples_outside", 0)
     right = RIGHT.get(method, 0.5) + 0.05 * (objective == "come") if right is None else right
@@ -54,8 +56,8 @@ def add(folder, method, objective, domains=("fog",), *, right=None, rows=None, m
     fresh = (True,) * len(domains) if fresh is None else tuple(fresh)
     result = Result(
         domains=tuple(domains), fresh=fresh, metrics=metrics or domain_metrics(rows, domains, fresh),
-        samples=len(rows["label"]), lr=None if method == "source" else 0.001, seconds_waiting_for_data=0.5,
-        **{"seconds": 2.0 + (method != "source"), "peak_memory_mb": 900.0, **found},
+        samples=len(rows["label"]), seconds_waiting_for_data=0.5,
+        **{"seconds": 2.0 + (method != "source"), "peak_memory_mb": 900.0, "lr": None if method == "source" else 0.001} | found,
     )  # fmt: skip
     machine = Machine(
         versions={"python": "3.11", "torch": "2"}, **{"device": "cpu: test", "threads": 1, "load": 0.0, **about}

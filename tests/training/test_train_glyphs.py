@@ -65,6 +65,25 @@ def test_a_short_run_writes_weights_that_load(
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
     images, labels = script.render(script.Glyphs("test", 50, 1), 2)
     assert script.accuracy(model, images, labels) == pytest.approx(record["clean_test_accuracy"])
+    assert script.shifted(model, images, labels) == pytest.approx(record["severity_5_accuracy"])
+
+
+def test_training_goes_on_from_weights(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--model vit --device cpu --epochs 1 --batch 32 --workers 1 --train-size 32 --test-size 20"
+    start = tmp_path / "first" / "glyphs_vit.safetensors"
+    override = json.dumps({"embed_dim": 24, "depth": 1})
+    for extra in (["--out", str(start.parent)], ["--start", str(start), "--rate", "1e-9", "--out", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["train_glyphs.py", *words.split(), "--override", override, *extra])
+        script.main()
+    first, second = (safetensors.load_file(p) for p in (start, tmp_path / start.name))
+    assert all(torch.allclose(first[k].float(), second[k].float(), atol=1e-4) for k in first)
+
+
+def test_the_criterion(script: ModuleType) -> None:
+    assert script.met(0.80, 0.35)
+    assert script.met(0.95, 0.45)
+    assert not script.met(0.79, 0.40)
+    assert not script.met(0.90, 0.46)
 
 
 def test_both_models_fit_in_four_megabytes(script: ModuleType) -> None:

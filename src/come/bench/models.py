@@ -115,8 +115,7 @@ def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
         module = VisionTransformer(**arguments)
     else:
         module = ResNet(**{**arguments, "block": BasicBlock})
-        module.conv1[0].stride = (1, 1)  # 32 x 32 pixels: the stem keeps the resolution
-        module.maxpool = nn.Identity()
+        module.maxpool = nn.Identity()  # 32 x 32 pixels: the stem halves them once, not twice
     built: nn.Module = module
     return built
 

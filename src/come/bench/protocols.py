@@ -373,7 +373,7 @@ for _protocol in (
         "unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are not CCC's",
     ),
     _tiny(3, None),
-    _tiny(5, None),
+    _tiny(5, 26.4),
     Protocol(
         name="efficientnet-lite0-val2k",
         summary="EfficientNet-Lite0 (BatchNorm) on 2,000 ImageNet crops",

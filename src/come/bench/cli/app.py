@@ -17,7 +17,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Test-time adaptation that knows what it does not know.
 
-Start with [bold]come bench[/]: in a minute and a half, on two cores and without a network, it shows how Tent, EATA and SAR
+Start with [bold]come bench[/]: in two minutes, on two cores and without a network, it shows how Tent, EATA and SAR
 fare under corruption with entropy minimization (em) and with COME.""",
 )
 

@@ -41,16 +41,23 @@ from come.bench.record import BYTES
 from come.errors import ConfigError, unknown
 from come.metrics import SCORES
 
+OWN_GRID = {"setting", "methods", "corruptions"}
+"""Who chooses one of these has another run in mind than the preset that is the default."""
+
 
 @with_plan
 def bench(
     given: dict[str, Any],
     preset_name: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--preset", rich_help_panel=WHAT, help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items()) + "."
+            "--preset",
+            rich_help_panel=WHAT,
+            help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items())
+            + ". \\[quick, unless there is --setting, --methods or --corruptions]",
+            show_default=False,
         ),
-    ] = "quick",
+    ] = None,
     protocol_name: Annotated[
         str | None,
         typer.Option(
@@ -92,8 +99,10 @@ def bench(
     if score not in SCORES:
         raise unknown("score", score, SCORES)
     protocol = None if protocol_name is None else protocols.get(protocol_name)
-    chosen = {} if protocol is not None and preset_name == "quick" else preset(preset_name)
-    options = _merged(chosen, from_toml(config) if config else {}, typed(given))
+    chosen = _merged(from_toml(config) if config else {}, typed(given))
+    if preset_name is None and protocol is None and not chosen.keys() & OWN_GRID:
+        preset_name = "quick"
+    options = _merged(preset(preset_name) if preset_name else {}, chosen)
     if protocol is not None and (stream or on_bad_image != "raise"):
         other = "--stream" if stream else "--on-bad-image"
         raise ConfigError(

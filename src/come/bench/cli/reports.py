@@ -11,17 +11,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from come.bench.cli.options import Debug
-from come.bench.cli.watch import say_unfinished, show_table
+from come.bench.cli.watch import say_unfinished, show_tables
 from come.bench.compare import compare_runs, shown_changes
 from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import (
     configurations,
+    rates_table,
     results_table,
     to_csv,
     to_json,
     to_latex,
     to_markdown,
+    without_sweeps,
     write_figures,
     write_html,
 )
@@ -66,12 +68,12 @@ def report(
     folder = RunFolder.existing(run)
     records = folder.rescored(_chosen(folder, plan), score)
     judged = verdicts(folder, records)
-    table = results_table(records, metric=metric, verdicts=judged)
     if format_ is not None:
-        typer.echo(FORMATS[format_](table).rstrip())
+        typer.echo(FORMATS[format_](results_table(records, metric=metric, verdicts=judged)).rstrip())
         return
     console = Console(highlight=False)
-    show_table(console, table, records)
+    main = results_table(without_sweeps(records), metric=metric, verdicts=judged)
+    show_tables(console, records, main, rates_table(records, judged))
     say_unfinished(console, list(missing(records)), failed(folder.failures(), records))
     page = out or folder.path / "report.html"
     write_html(folder, records, page, ["come", *sys.argv[1:]], judged)

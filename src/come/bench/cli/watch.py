@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 from come.bench import Bench, Cell, Record, RunFolder
 from come.bench.protocols import Outcome
 from come.bench.record import Failure
-from come.bench.report import Table, results_table, to_rich, write_html, write_report
+from come.bench.report import Table, rates_table, results_table, to_rich, without_sweeps, write_html, write_report
 from come.bench.report.tables import scores_note
 from come.bench.runner import Progress, effort
 from come.bench.statistics import Verdicts, verdicts
@@ -64,16 +64,17 @@ def show_results(
     """Print the table, and write the reports; returns what differs beyond chance."""
     records = folder.rescored(records, score)
     judged = verdicts(folder, records)
-    show_table(console, results_table(records, title, verdicts=judged), records)
+    main = results_table(without_sweeps(records), title, verdicts=judged)
+    show_tables(console, records, main, rates_table(records, judged))
     write_report(records, folder.path / "report.md", command, judged, folder.failures(), folder.outcome(records))
     write_html(folder, records, folder.path / "report.html", command, judged)
     console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
     return judged
 
 
-def show_table(console: Console, table: Table, records: Sequence[Record]) -> None:
-    """Print a table of records, and by which score its FPR is."""
-    for part in to_rich(table, console.width):
+def show_tables(console: Console, records: Sequence[Record], *tables: Table | None) -> None:
+    """Print those that there are, each in as many pieces as the terminal asks for, and by which score the FPR is."""
+    for part in (part for table in tables if table for part in to_rich(table, console.width)):
         console.print(part)
     console.print(f"[dim]{scores_note(records)}[/]")
 
@@ -186,9 +187,8 @@ class Watch(Progress):
         if resumed:  # it took no time, and must not promise that the others take none
             self.refuse(cell, "")
         if not self.console.is_terminal:
-            found = ", ".join(
-                f"{d} {100 * m['accuracy']:.1f}" for d, m in record.result.metrics.items() if "accuracy" in m
-            )
+            metrics = ((domain, record.result.metrics[domain]) for domain in record.result.domains)
+            found = ", ".join(f"{d} {100 * m['accuracy']:.1f}" for d, m in metrics if "accuracy" in m)
             note = " (done before)" if resumed else ""
             count = f"[{len(self.records)}/{len(self.cells)}]"
             self.console.print(

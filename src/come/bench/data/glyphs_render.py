@@ -32,8 +32,8 @@ CHARACTER_NUMBERS = 640
 TEXTURE_NUMBERS = 1536
 """Random numbers that :func:`render_textures` needs per image."""
 
-MIN_CONTRAST = 0.08
-"""Least difference in luminance between a character and its background, before lighting (range 0 to 1)."""
+CONTRAST = (0.02, 0.10)
+"""Least and largest difference in luminance between a character and its background, before lighting (range 0 to 1)."""
 
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 _FINE: F32 = (np.arange(2 * SIDE, dtype=np.float32) + np.float32(0.5)) / np.float32(2) - np.float32(SIDE / 2)
@@ -153,9 +153,9 @@ def render_characters(rows: F32, characters: I64, atlas: Atlas, clutter: Atlas, 
 
     # background: two colours whose luminances differ by 2 * spread; character: lighter or darker than both
     middle, spread = stream.uniform(0.1, 0.9), stream.uniform(0.02, 0.17)
-    gap = np.float32(MIN_CONTRAST + (0.25 if plain else 0.0)) + stream.uniform(0.0, 0.22)
+    gap = np.float32(0.3 if plain else 0.0) + stream.uniform(*CONTRAST)
     high, low = middle + spread, middle - spread
-    rises, falls = high <= np.float32(1 - MIN_CONTRAST), low >= np.float32(MIN_CONTRAST)  # one always holds
+    rises, falls = high <= np.float32(1 - CONTRAST[0]), low >= np.float32(CONTRAST[0])  # one always holds
     ink = unit(np.where(np.where(rises & falls, stream.chance(0.5), rises), high + gap, low - gap))
     tint = stream.uniform(0.1, 0.5)[:, None]
     dark = _colour(unit(low), stream.uniform(-1, 1, 3) * tint)

@@ -16,6 +16,7 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration
+from come.bench.report.rates import TITLE, draw_rates, sweeps
 from come.bench.report.reading import KINDS, Reading, read
 from come.bench.report.tables import cut
 from come.errors import StateError, unknown
@@ -89,7 +90,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict[str, list[Group]]:
-    """What there is to draw of a run: along the streams, confidence, collapse and cost.
+    """What there is to draw of a run: against the learning rate, along the streams, confidence, collapse and cost.
 
     Args:
         points: of each line along a stream.
@@ -131,7 +132,12 @@ def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict
         )
         for of in ("time", "memory")
     ]
+    swept = [
+        Panel(name, partial(draw_rates, records=records, looks=looks, name=name), (320, 225), 38, 32)
+        for name in sweeps(records)
+    ]
     return {
+        "rates": [Group("rates", TITLE, swept, [])] if swept else [],
         "streams": streams,
         "confidence": [Group("confidence", "Confidence", confidence, draw.legend_kinds(kinds))],
         "cost": [Group("cost", "Cost", costs, lines)] if draw.can_draw_cost(records) else [],
@@ -160,8 +166,8 @@ def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | P
         format: pdf, svg, or png (200 dots per inch).
 
     Returns:
-        the files: along the stream, for each of the first 20 segments from one reset to the next; then confidence, cost where
-        costs can be compared, and collapse.
+        the files: against the learning rate, where there are several; along the stream, for each of the first 20 segments from
+        one reset to the next; then confidence, cost where costs can be compared, and collapse.
 
     Raises:
         InputError: there are no records, or they are of several plans.

@@ -26,6 +26,7 @@ from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
 from come.bench.report.findings import changes, collapses, extremes, failed, headline, missing, recoveries
+from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import (
     METRICS,
@@ -95,8 +96,9 @@ def write_html(
             scores=scores_note(records),
             finding=_finding(records, judged, found.pieces, folder.failures()),
             accuracy=_table(results_table(records, verdicts=judged)),
-            rates=[_table(results_table(records, metric=name, verdicts=judged)) for name in _rates(records)],
+            fprs=[_table(results_table(records, metric=name, verdicts=judged)) for name in _fprs(records)],
             metrics=_metrics(records),
+            rates=None if (rates := rates_table(records, judged)) is None else _table(rates),
             figures=_figures(records, found),
             cost=_cost(records),
             protocol="" if outcome is None else str(outcome),
@@ -106,7 +108,7 @@ def write_html(
     write_text(path, text)
 
 
-def _rates(records: Sequence[Record]) -> list[str]:
+def _fprs(records: Sequence[Record]) -> list[str]:
     """The FPRs that verdicts are about and the records have; one if they are under one score."""
     found = [name for name in statistics.METRICS if METRICS[name].score is not None and domains_of(records, name)]
     return found if records[0].result.score == "confidence" else found[:1]
@@ -120,7 +122,7 @@ def _finding(
         for (method, before, after), found in changes(records, judged).items()
     ]
     return {
-        "headline": headline(records, judged),
+        "headline": headline(without_sweeps(records), judged),
         "extremes": extremes(records),
         "cards": cards,
         "has_source": any(piece.pair[0] == "source" for piece in pieces),
@@ -187,7 +189,7 @@ def _figures(records: Sequence[Record], found: Reading) -> Context:
         "domains": (min(domains, draw.DOMAINS), domains),
         **{
             n: [panel.image() for group in parts[n] for panel in group.panels]
-            for n in ("confidence", "collapse", "cost")
+            for n in ("rates", "confidence", "collapse", "cost")
         },
     }
 

@@ -218,7 +218,7 @@ def cut(name: str, most: int = 24) -> str:
 
 def domains_of(records: Iterable[Record], metric: str | None = None) -> list[str]:
     """All domains of the records, in the order of their first; or those that define a metric: some have no outliers."""
-    found = (item for record in records for item in record.result.metrics.items())
+    found = ((domain, record.result.metrics[domain]) for record in records for domain in record.result.domains)
     return list(dict.fromkeys(domain for domain, metrics in found if metric is None or metric in metrics))
 
 
@@ -244,7 +244,7 @@ def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]], verdicts: 
             rows.append(Row(method, objective if len(objectives) > 1 else "", line, objective))
         if len(lines) == 2:
             judged = (verdicts.get((method, objectives[1], *key)) for key in keys)
-            rows.append(Row(method, "improve", tuple(map(_difference, *lines, judged))))
+            rows.append(Row(method, "improve", tuple(map(difference, *lines, judged))))
     return tuple(rows)
 
 
@@ -278,7 +278,8 @@ def _over_seeds(values: Sequence[float], metric: Metric) -> Entry | None:
     return Entry(fmean(values), spread, digits=1 if metric.percent else 3, seeds=len(values))
 
 
-def _difference(before: Entry | None, after: Entry | None, verdict: Verdict | None) -> Entry | None:
+def difference(before: Entry | None, after: Entry | None, verdict: Verdict | None) -> Entry | None:
+    """What stands in an Improve row: the second minus the first, marked where the verdict found a difference."""
     if before is None or after is None:
         return None
     # of the numbers as they are printed, so that a reader can check it

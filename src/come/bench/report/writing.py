@@ -12,6 +12,7 @@ from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
 from come.bench.report.findings import changes, failed, headline, missing
 from come.bench.report.formats import plain_markdown, to_markdown
+from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.tables import Verdicts, results_table, scores_note
 from come.bench.statistics import called
 from come.errors import StateError
@@ -51,12 +52,13 @@ def write_report(
         outcome: of `RunFolder.outcome(records)`, if a protocol was followed.
     """
     records, judged = one_configuration(records), verdicts or {}
+    main, rates = without_sweeps(records), rates_table(records, judged)
     cell, machine = records[0].cell, records[0].machine
     seeds, score = sorted({r.cell.seed for r in records}), records[0].result.score
     bad = sum(r.result.bad_images for r in records)
     lines = [f"# {plain_markdown(f'{cell.model} on {cell.data}, {about(records)}')}", ""]
     if verdicts is not None:
-        lines += [plain_markdown(headline(records, judged)), ""]
+        lines += [plain_markdown(headline(main, judged)), ""]
         for (method, before, after), found in changes(records, judged).items():
             words = "; ".join(
                 f"{called(v.metric, score)} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason)
@@ -71,7 +73,8 @@ def write_report(
         "△ and ▽ mark where a difference was found."
         + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
         "",
-        to_markdown(results_table(records, verdicts=judged)),
+        to_markdown(results_table(main, verdicts=judged)),
+        *([to_markdown(rates)] if rates else []),
         *(f"Not finished: {plain_markdown(text)}.\n" for text in missing(records)),
         *(f"Failed: {plain_markdown(text)}.\n" for text in failed(failures, records)),
         "## Cost",

@@ -1,0 +1,88 @@
+"""Accuracy against the learning rate, of methods that ran with several, as in `--methods tent,tent:lr=4e-3`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from come.bench.record import Record
+from come.bench.report.panels import Looks
+from come.bench.report.tables import Entry, Row, Table, Verdicts, difference, entries, objectives_of
+from come.bench.statistics import AVERAGE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ACCURACY = ((AVERAGE, "accuracy"),)
+TITLE = "Average accuracy (%) against the learning rate"
+
+
+def sweeps(records: Iterable[Record]) -> dict[str, dict[float, str]]:
+    """By method, without its rate: what ran at each learning rate, from the lowest. Methods with one rate are left out."""
+    found: dict[str, dict[float, str]] = {}
+    for record in records:
+        if record.result.lr is not None:
+            name = re.sub(r":lr=[^:]*", "", record.cell.method)
+            found.setdefault(name, {}).setdefault(record.result.lr, record.cell.method)
+    return {name: dict(sorted(rates.items())) for name, rates in found.items() if len(rates) > 1}
+
+
+def without_sweeps(records: Iterable[Record]) -> list[Record]:
+    """The records but for those of other learning rates than the method's own, where it ran with that too."""
+    records = list(records)
+    ran = {record.cell.method for record in records}
+    further = {m for name, rates in sweeps(records).items() if name in ran for m in rates.values()} - sweeps(
+        records
+    ).keys()
+    return [record for record in records if record.cell.method not in further]
+
+
+def rates_table(records: Sequence[Record], verdicts: Verdicts | None = None) -> Table | None:
+    """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep.
+
+    Args:
+        records: of one plan.
+        verdicts: of `come.bench.statistics.verdicts(folder, records)`.
+    """
+    found = sweeps(records)
+    if not found:
+        return None
+    rates = sorted({rate for by_rate in found.values() for rate in by_rate})
+    objectives, judged = objectives_of(records), verdicts or {}
+    rows = [Row("source", "", _accuracy(records, ["source"] * len(rates), o), o) for o in objectives.get("source", ())]
+    for name, by_rate in found.items():
+        methods = [by_rate.get(rate, "") for rate in rates]
+        both = list(dict.fromkeys(o for method in by_rate.values() for o in objectives[method]))
+        lines = [_accuracy(records, methods, objective) for objective in both]
+        rows += [Row(name, o if len(both) > 1 else "", line, o) for o, line in zip(both, lines, strict=True)]
+        if len(both) == 2:
+            changes = [judged.get((method, both[1], *ACCURACY[0])) for method in methods]
+            rows.append(Row(name, "improve", tuple(map(difference, *lines, changes))))
+    heads = tuple(f"lr {rate:g}" for rate in rates)
+    return Table(TITLE, heads, tuple(rows), tuple((head, "accuracy") for head in heads))
+
+
+def _accuracy(records: Sequence[Record], methods: Iterable[str], objective: str) -> tuple[Entry | None, ...]:
+    return tuple(entries(records, method, objective, ACCURACY)[0] for method in methods)
+
+
+def draw_rates(ax: Axes, records: Sequence[Record], looks: Looks, name: str) -> None:
+    """Average accuracy of a method against its learning rate, a line per objective; the source model is level."""
+    rates = sweeps(records)[name]
+    first = name if name in rates.values() else next(iter(rates.values()))  # whose look the others take
+    for (method, objective), look in looks.items():
+        if method == first:
+            line = _accuracy(records, rates.values(), objective)
+            style = look.line | {"markersize": 5, "label": f"{name} + {objective}"}
+            ax.plot(list(rates), [math.nan if entry is None else entry.mean for entry in line], **style)
+        elif method == "source":
+            (source,) = _accuracy(records, ["source"], objective)
+            ax.axhline(math.nan if source is None else source.mean, **look.line | {"marker": ""})
+    ax.set(xscale="log", xlabel="learning rate", ylabel="accuracy (%)", title=name)
+    ax.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
+    ax.minorticks_off()
+    ax.locator_params(axis="y", nbins=5)
+    ax.grid(axis="y")
+    ax.legend(handlelength=3.2)
