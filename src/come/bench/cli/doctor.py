@@ -119,15 +119,15 @@ def _matching() -> str:
 
 
 def _extras() -> Iterator[Check]:
+    try:
+        known = distribution("come-tta").metadata.get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        known = []
     for extra, enables in EXTRAS.items():
-        try:
-            lacking = _lacking("come-tta", extra)
-        except PackageNotFoundError:
-            yield Check(
-                "extras", "note", "unknown: come runs from a source tree that is not installed", "pip install -e ."
-            )
-            return
-        if lacking:
+        if extra not in known:
+            says = f"unknown before come is installed anew: {enables}"
+            yield Check(f"extra {extra}", "note", says, f'pip install -e ".[{extra}]"')
+        elif lacking := _lacking("come-tta", extra):
             says = f"needs {', '.join(lacking)} for {enables}"
             yield Check(f"extra {extra}", "note", says, _pip(f"come-tta[{extra}]"), {"missing": lacking})
         else:
@@ -234,12 +234,10 @@ def _model(name: str, loaded: Loaded) -> Iterator[Check]:
 
 
 def _caches() -> Iterator[Check]:
-    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{user}")
     places: dict[str, Callable[[], Any]] = {
         "torch hub": torch.hub.get_dir,
         "hugging face": lambda: importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE,
-        "compiled": lambda: compiled,
+        "compiled": _compiled,
     }
     for name, place in places.items():
         yield from _checked(name, partial(_cache, name, place))
@@ -250,6 +248,12 @@ def _caches() -> Iterator[Check]:
         free = psutil.disk_usage(str(kept)).free
         says = f"{kept}, {_size(free)} free; emptied after each run"
         yield Check("decoded", "ok", says, facts={"path": str(kept), "free_bytes": free})
+
+
+def _compiled() -> str:
+    """Where torch.compile keeps what it has compiled; torch has no public name for it."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
 def _cache(name: str, place: Callable[[], Any]) -> Iterator[Check]:
@@ -349,7 +353,9 @@ def doctor(json_: Json = False, debug: Debug = False) -> None:
         said = {"come": come.__version__, "ok": not broken, "checks": [asdict(check) for check in found]}
         typer.echo(json.dumps(said, indent=1))
     else:
-        console.print(Text(f"broken: {', '.join(broken)}", "bold red") if broken else Text("everything works", "green"))
+        console.print(
+            Text(f"broken: {', '.join(broken)}", "bold red") if broken else Text("nothing is broken", "green")
+        )
     if broken:
         raise typer.Exit(1)
 
