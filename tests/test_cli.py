@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import subprocess
 import sys
 
@@ -67,6 +69,12 @@ def test_report_and_compare_of_a_finished_run(tmp_path, monkeypatch, capsys):
     assert (code, err) == (0, "")
     assert "accuracy: 0 better, 0 worse, 3 without a difference" in out
     assert max(len(line) for line in out.splitlines()) <= 80
+    code, out, err = call(monkeypatch, capsys, "compare", run, run, "--json")
+    assert (code, err) == (0, "")
+    rows = [row for row in json.loads(out)["rows"] if row["metric"] == "accuracy"]
+    assert [(row["method"], row["difference"], row["change"]) for row in rows] == [
+        *(("source", 0.0, "same"), ("tent", 0.0, "same"), ("tent", 0.0, "same"))
+    ]
 
 
 def test_two_plans_in_one_folder_are_reported_one_at_a_time(tmp_path, monkeypatch, capsys):
@@ -155,6 +163,31 @@ def test_lists(kind, monkeypatch, capsys):
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
     wanted = {"methods": come.methods.names(), "objectives": ["em", "come"], "settings": ["standard"]}
     assert all(name in out for name in wanted.get(kind, []))
+
+
+@pytest.mark.parametrize("kind", lists.LISTS)
+def test_lists_as_json(kind, monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "list", kind, "--json")
+    rows = lists.LISTS[kind]()[1:]
+    assert code == 0
+    assert [list(found.values()) for found in json.loads(out)] == [list(row) for row in rows]
+    assert all(key.isidentifier() for found in json.loads(out) for key in found)
+    if kind == "protocols":
+        assert call(monkeypatch, capsys, "protocol", "list", "--json")[1] == out
+
+
+def test_shell_completion(tmp_path, monkeypatch):
+    come_ = tmp_path / "come"
+    come_.write_text(f"#!{sys.executable}\nfrom come.__main__ import main\nmain()\n")
+    come_.chmod(0o755)
+    typed = {"COMP_WORDS": "come list obj", "COMP_CWORD": "2", "_COME_COMPLETE": "complete_bash"}
+    for command, more, words in (
+        ("come --show-completion bash; true", {}, "complete -o default -F _come_completion come"),
+        ("come; true", typed, "objectives"),
+    ):
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **more}
+        done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, timeout=60)
+        assert done.stdout.strip().splitlines()[-1] == words, done.stderr
 
 
 def test_help(monkeypatch, capsys):

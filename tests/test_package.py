@@ -6,6 +6,8 @@ import ast
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from importlib.metadata import requires, version
 from pathlib import Path
 
@@ -150,6 +152,38 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 def test_changelog_has_this_version():
     assert f"[{come.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_citation_has_this_version():
+    cited = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {come.__version__}" in cited
+    assert sum(line.strip().startswith("- family-names:") for line in cited) == 5
+
+
+def test_pre_commit_runs_the_linters_of_this_environment():
+    """And downloads nothing."""
+    lines = (ROOT / ".pre-commit-config.yaml").read_text().splitlines()
+    assert [line.split()[-1] for line in lines if "repo:" in line] == ["local"]
+    assert {line.split()[1] for line in lines if "entry:" in line} == {"ruff", "mypy"}
+    assert {line.split()[-1] for line in lines if "language:" in line} == {"system"}
+
+
+def test_the_wheel_and_the_source_distribution(tmp_path):
+    """Built without a network: the wheel holds the package with all that it reads, the other one the repository."""
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as file:
+        files = set(file.namelist())
+    ours = {path.relative_to(SRC.parent).as_posix() for path in SRC.rglob("*") if path.is_file()}
+    ours = {path for path in ours if "__pycache__" not in path}
+    assert {"come/py.typed", "come/bench/weights/glyphs_vit.safetensors", "come/bench/report/page.html.jinja"} <= ours
+    assert {path for path in files if not path.startswith(f"come_tta-{come.__version__}.dist-info/")} == ours
+    with tarfile.open(source) as archive:
+        files = {path.partition("/")[2] for path in archive.getnames()}
+    assert {"LICENSE", "CITATION.cff", "pyproject.toml", "tests/test_package.py", "docs/architecture.md"} <= files
+    assert {f"src/{path}" for path in ours} <= files
 
 
 def test_the_architecture_names_every_module():

@@ -10,6 +10,7 @@ The p-values of all rows are corrected together (Benjamini and Hochberg): of the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,6 +168,26 @@ def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[R
         "that are called better or worse, at most 5% are expected to be false."
     )
     return [*parts, *_costs(comparison), Text(note, "dim")]
+
+
+def changes_as_json(comparison: Comparison) -> str:
+    """The comparison for scripts: all rows, with numbers in percent that are null where the runs are not comparable.
+
+    Example:
+        >>> found = Change("tent", "come", "fog", {"accuracy": Verdict("accuracy", 50.0, 52.0, 0.5, 0.01, (2.0, 2.0))})
+        >>> json.loads(changes_as_json(Comparison([found], [], {}, "", (0, 0), "confidence")))["rows"][0]["change"]
+        'better'
+    """
+    numbers = ("before", "after", "difference", "low", "high", "p", "change")
+    rows = [
+        {"method": c.method, "objective": c.objective, "domain": c.domain, "metric": metric}
+        | {name: None if v.reason else getattr(v, name) for name in numbers}
+        | {"reason": v.reason}
+        for c in comparison.changes
+        for metric, v in c.verdicts.items()
+    ]
+    said = {"score": comparison.score, "rows": rows, "differing": comparison.differing, "alone": comparison.alone}
+    return json.dumps(said, indent=1, allow_nan=False)
 
 
 def _table(changes: Sequence[Change], score: str) -> RichTable:

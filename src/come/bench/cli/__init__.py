@@ -1,4 +1,4 @@
-"""The command line: `come bench`, `report`, `compare`, `reproduce`, `protocol`, `serve` and `list`."""
+"""The command line: `come bench`, `report`, `compare`, `reproduce`, `protocol`, `serve`, `list` and `doctor`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import warnings
 
 import typer
 
-from come.bench.cli import bench, lists, protocol, reports, reproduce, serve
+from come.bench.cli import bench, doctor, lists, protocol, reports, reproduce, serve
 from come.bench.cli.app import app
 from come.errors import ComeError, printable
 
 __all__ = ["app", "main"]
 
-for _module in (bench, reports, reproduce, protocol, serve, lists):  # in the order of --help
+for _module in (bench, reports, reproduce, protocol, serve, lists, doctor):  # in the order of --help
     _module.add(app)
 
 
@@ -25,7 +25,7 @@ def main() -> None:
             warnings.showwarning = lambda message, *_, **__: print(
                 f"warning: {printable(str(message))}", file=sys.stderr
             )
-            code = app(standalone_mode=False)
+            code = app(prog_name="come", standalone_mode=False)
     except typer.Abort:
         code = 130
     except ComeError as error:

@@ -11,7 +11,6 @@ import come
 app = typer.Typer(
     name="come",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

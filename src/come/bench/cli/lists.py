@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.table import Table as RichTable
 
 from come import corruptions, methods, objectives
 from come.bench import models, protocols, settings
-from come.bench.cli.options import Debug
+from come.bench.cli.options import Debug, Json
 from come.bench.data.opening import KINDS
 from come.errors import unknown
 from come.method import Method
@@ -46,13 +47,18 @@ def _methods() -> list[tuple[str, type[Method]]]:
 
 
 def list_(
-    kind: Annotated[str, typer.Argument(help=", ".join(LISTS), metavar="KIND")],
+    kind: Annotated[str, typer.Argument(help=", ".join(LISTS), metavar="KIND", autocompletion=lambda: list(LISTS))],
+    json_: Json = False,
     debug: Debug = False,
 ) -> None:
     """List methods, objectives, corruptions, settings, protocols, models or data."""
     if kind not in LISTS:
         raise unknown("list", kind, LISTS)
     heads, *rows = LISTS[kind]()
+    if json_:
+        keys = [head.lower().replace(" ", "_") for head in heads]
+        typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        return
     table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for i, head in enumerate(heads):
         table.add_column(head, no_wrap=i == 0, style="bold" if i == 0 else "")

@@ -94,6 +94,7 @@ Config = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", rich_help_panel=WHERE, help="Check everything, show the grid, and stop.")
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=WHERE, help="Show tracebacks.")]
 
 

@@ -8,20 +8,20 @@ import typer
 
 from come.bench import protocols
 from come.bench.cli.lists import list_
-from come.bench.cli.options import Debug
+from come.bench.cli.options import Debug, Json
 
 commands = typer.Typer(no_args_is_help=True, help="Show the protocols that [bold]come bench --protocol[/] follows.")
 
 
 @commands.command(name="list")
-def list_protocols(debug: Debug = False) -> None:
+def list_protocols(json_: Json = False, debug: Debug = False) -> None:
     """List the protocols, and what No Adapt must reach in each."""
-    list_("protocols")
+    list_("protocols", json_)
 
 
 @commands.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A protocol.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="A protocol.", show_default=False, autocompletion=protocols.names)],
     debug: Debug = False,
 ) -> None:
     """Print a protocol as a paragraph for a paper."""

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from come.bench.cli.options import Debug
+from come.bench.cli.options import Debug, Json
 from come.bench.cli.watch import say_unfinished, show_tables
-from come.bench.compare import compare_runs, shown_changes
+from come.bench.compare import changes_as_json, compare_runs, shown_changes
 from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import (
@@ -100,12 +100,16 @@ def compare(
     second: Annotated[Path, typer.Argument(help="The run folder that may be better or worse.", show_default=False)],
     all_: Annotated[bool, typer.Option("--all", help="Also show where no difference was found.")] = False,
     score: Score = "confidence",
+    json_: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what differs between two runs beyond chance, by intervals from their samples."""
     if score not in SCORES:
         raise unknown("score", score, SCORES)
     found = compare_runs(RunFolder.existing(first), RunFolder.existing(second), score)
+    if json_:
+        typer.echo(changes_as_json(found))
+        return
     console = Console(highlight=False)
     for part in shown_changes(found, everything=all_):
         console.print(part)

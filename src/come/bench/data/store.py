@@ -85,7 +85,7 @@ class Kept(_Around):
         super().__init__(source, size)
         chosen = [(None, 0)] if source.holds is None else list(dict.fromkeys(shifts))
         self._shape = _shape(source, *chosen[0]) if chosen else ()
-        place, fitting = _room(self._size * int(np.prod(self._shape)), len(chosen)) if self._shape else (None, 0)
+        place, fitting = room(self._size * int(np.prod(self._shape)), len(chosen)) if self._shape else (None, 0)
         self._slots = {shift: i for i, shift in enumerate(chosen[:fitting])}
         self._file: int | None = None
         if place is not None:
@@ -283,7 +283,7 @@ def _shape(source: Source, corruption: str | None, severity: int) -> tuple[int, 
     return ()
 
 
-def _room(each: int, sets: int) -> tuple[Path | None, int]:
+def room(each: int, sets: int) -> tuple[Path | None, int]:
     """Where `sets` of `each` bytes can be kept, and how many of them."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
         free = min(psutil.virtual_memory().available, shutil.disk_usage(MEMORY).free)

@@ -1,0 +1,373 @@
+"""`come doctor`: what is installed here, what works, and how to repair what does not."""
+
+from __future__ import annotations
+
+import getpass
+import importlib
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+from torch import nn
+
+import come
+from come.bench import models
+from come.bench.checkpoints import first_line
+from come.bench.cli.options import Debug, Json
+from come.bench.data.embedded import GlyphSource
+from come.bench.data.source import Loaded
+from come.bench.data.store import room
+from come.bench.downloads import no_answer
+from come.running import Precision
+
+EXTRAS = {
+    "bench": "come bench, report, compare, reproduce",
+    "serve": "come serve: one model for many tenants over HTTP",
+    "serve-ray": "come serve --replicas: several GPUs or machines",
+    "ray": "come bench --engine ray: cells on a cluster",
+}
+IMAGES = 64
+"""That each embedded model classifies."""
+MARGIN = 0.1
+"""By which its accuracy on them may be below the one on all test images."""
+CLOSE = 0.02
+"""By which the loss of a step may differ from the one on a CPU in float32, as a share of it."""
+PATIENCE = 2.0
+"""Seconds that a host has to answer, and that the files of a cache are counted."""
+STYLES = {"ok": "green", "note": "yellow", "failed": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was found out about one part.
+
+    Example:
+        >>> Check("cuda", "note", "no GPU").facts
+        {}
+    """
+
+    part: str
+    status: Literal["ok", "note", "failed"]
+    """A note is no fault: something is missing or limited here."""
+    says: str
+    repair: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers of it, for scripts."""
+
+
+def _versions() -> Iterator[Check]:
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    found = {"come": come.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    says = f"come {found['come']}, Python {found['python']}, {system}"
+    yield Check("versions", "ok", says, facts=found)
+    try:
+        lacking = _lacking("come-tta", "")
+    except PackageNotFoundError:
+        lacking = []  # run from a source tree
+    if lacking:
+        yield Check("torch", "failed", f"come needs {', '.join(lacking)}", _pip("come-tta"))
+    else:
+        yield Check("torch", "ok", torch.__version__)
+
+
+def _vision() -> Iterator[Check]:
+    """Torchvision has parts that are compiled for one torch, and timm imports it."""
+    failed = ""
+    for name in ("torchvision", "timm"):
+        try:
+            module = importlib.import_module(name)
+            if name == "torchvision":
+                module.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+        except ModuleNotFoundError as error:
+            yield Check(name, "failed", f"{error.name} is missing", _pip("come-tta[bench]"))
+        except Exception as error:
+            reason = first_line(error)
+            if reason == failed:
+                yield Check(name, "failed", "needs torchvision")
+            else:
+                failed = reason
+                yield Check(name, "failed", f"does not fit torch {torch.__version__}: {reason}", _matching())
+        else:
+            yield Check(name, "ok", f"{module.__version__}, imports", facts={"version": module.__version__})
+
+
+def _matching() -> str:
+    """The command that installs the torchvision of the torch that is here, from where that came from."""
+    public, _, build = torch.__version__.partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return f'pip install --force-reinstall "torch=={public}" torchvision{index}'
+
+
+def _extras() -> Iterator[Check]:
+    try:
+        known = distribution("come-tta").metadata.get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        known = []
+    for extra, enables in EXTRAS.items():
+        if extra not in known:
+            says = f"unknown before come is installed anew: {enables}"
+            yield Check(f"extra {extra}", "note", says, f'pip install -e ".[{extra}]"')
+        elif lacking := _lacking("come-tta", extra):
+            says = f"needs {', '.join(lacking)} for {enables}"
+            yield Check(f"extra {extra}", "note", says, _pip(f"come-tta[{extra}]"), {"missing": lacking})
+        else:
+            yield Check(f"extra {extra}", "ok", enables)
+
+
+def _lacking(package: str, extra: str) -> list[str]:
+    """What an extra of an installed package needs ("": the package itself) that is not here, or is too old."""
+    from packaging.requirements import Requirement
+
+    found: list[str] = []
+    for text in distribution(package).requires or ():
+        needed = Requirement(text)
+        always, asked = (needed.marker is None or needed.marker.evaluate({"extra": e}) for e in ("", extra))
+        if not asked or (extra and always):
+            continue
+        try:
+            if not needed.specifier.contains(version(needed.name), prereleases=True):
+                found.append(f"{needed.name}{needed.specifier} (not {version(needed.name)})")
+            for more in needed.extras:
+                found += _lacking(needed.name, more)
+        except PackageNotFoundError:
+            found.append(needed.name)
+    return list(dict.fromkeys(found))
+
+
+def _pip(package: str) -> str:
+    return f'pip install "{package}"'
+
+
+def _devices() -> Iterator[Check]:
+    cores, threads, memory = os.cpu_count() or 1, torch.get_num_threads(), psutil.virtual_memory().total
+    says = f"{cores} cores, {_size(memory)} of memory, torch.get_num_threads() is {threads}"
+    yield Check("cpu", "ok", says, facts={"cores": cores, "threads": threads, "bytes": memory})
+    with warnings.catch_warnings(record=True) as said:  # such as that of a driver that is too old
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for i in range(count):
+        about = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        ability = f"{about.major}.{about.minor}"
+        facts = {"name": about.name, "bytes": total, "free_bytes": free, "capability": ability}
+        says = f"{about.name}, {_size(total)} ({_size(free)} free), capability {ability}"
+        yield Check(f"cuda:{i}", "ok", says, facts=facts)
+    if not count:
+        why = f": {first_line(said[0].message)}" if said else ""  # type: ignore[arg-type]
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        yield Check("cuda", "note", f"no GPU{why}; {built}")
+    if torch.backends.mps.is_available():
+        yield Check("mps", "ok", "Apple GPU")
+
+
+def _steps() -> Iterator[Check]:
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    expected = _loss("cpu", "float32")
+    for device in ("cpu", *gpus, *mps):
+        words, status, facts = [], "ok", {}
+        for precision, on_failure in (("float32", "failed"), ("bf16", "note")):
+            try:
+                began = time.perf_counter()
+                loss = _loss(device, precision)  # type: ignore[arg-type]
+                seconds = time.perf_counter() - began
+                if not abs(loss - expected) <= CLOSE * abs(expected):
+                    raise ArithmeticError(f"loss {loss:.4f}, on a CPU in float32 {expected:.4f}")
+                words.append(f"{precision} {1000 * seconds:.0f} ms")
+                facts[precision] = {"loss": loss, "seconds": seconds}
+            except Exception as error:
+                words.append(f"{precision} fails: {first_line(error)}")
+                status = on_failure if status == "ok" else status
+        yield Check(f"{device} step", status, f"tent + come, {', '.join(words)}", facts=facts)  # type: ignore[arg-type]
+
+
+def _loss(device: str, precision: Precision) -> float:
+    """Of a step on a model of a few layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 16, 3, 2), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(784, 10))
+        x = torch.randn(16, 3, 16, 16)
+    step = come.adapt(model.to(device), "tent", objective="come", precision=precision).step(x.to(device))
+    loss = math.nan if step.loss is None else float(step.loss.mean())
+    if not (math.isfinite(loss) and bool(step.logits.isfinite().all())):
+        raise ArithmeticError("the result is not finite")
+    return loss
+
+
+def _models() -> Iterator[Check]:
+    loaded = GlyphSource(size=IMAGES).load(range(IMAGES))
+    for name in models.GLYPHS:
+        yield from _checked(name, partial(_model, name, loaded))
+
+
+def _model(name: str, loaded: Loaded) -> Iterator[Check]:
+    about = files("come.bench") / "weights" / f"{name.replace('-', '_')}.json"
+    expected = float(json.loads(about.read_text())["clean_test_accuracy"])
+    model = models.load(name)
+    with torch.inference_mode():
+        answers = model.module(model.preprocess(loaded.images)).argmax(dim=1)
+    right = int((answers == loaded.labels).sum())
+    good = right / IMAGES >= expected - MARGIN
+    says = f"{right} of {IMAGES} images right; of all test images {expected:.1%}"
+    repair = "" if good else 'pip install --force-reinstall --no-deps "come-tta"'
+    yield Check(name, "ok" if good else "failed", says, repair, {"right": right, "images": IMAGES})
+
+
+def _caches() -> Iterator[Check]:
+    places: dict[str, Callable[[], Any]] = {
+        "torch hub": torch.hub.get_dir,
+        "hugging face": lambda: importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE,
+        "compiled": _compiled,
+    }
+    for name, place in places.items():
+        yield from _checked(name, partial(_cache, name, place))
+    kept, _ = room(1, 1)
+    if kept is None:
+        yield Check("decoded", "note", "no room for decoded images; they are decoded for each cell")
+    else:
+        free = psutil.disk_usage(str(kept)).free
+        says = f"{kept}, {_size(free)} free; emptied after each run"
+        yield Check("decoded", "ok", says, facts={"path": str(kept), "free_bytes": free})
+
+
+def _compiled() -> str:
+    """Where torch.compile keeps what it has compiled; torch has no public name for it."""
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+
+
+def _cache(name: str, place: Callable[[], Any]) -> Iterator[Check]:
+    there = path = Path(place())
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    taken, counted = _taken(path)
+    facts = {"path": str(path), "bytes": taken, "writable": there.is_dir() and os.access(there, os.W_OK)}
+    shown = str(path).replace(str(Path.home()), "~", 1) if path.is_relative_to(Path.home()) else str(path)
+    holds = f"{'' if counted else 'over '}{_size(taken)}" if path.exists() else "empty"
+    if facts["writable"]:
+        yield Check(name, "ok", f"{shown}, {holds}, writable", facts=facts)
+    else:
+        yield Check(name, "note", f"{shown}, {holds}, not writable: what is not in it cannot be added", facts=facts)
+
+
+def _taken(path: Path) -> tuple[int, bool]:
+    """Bytes of the files below a folder, and whether there was time to count all."""
+    end, total = time.monotonic() + PATIENCE, 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:
+                continue
+        if time.monotonic() > end:
+            return total, False
+    return total, True
+
+
+def _size(count: float) -> str:
+    """
+    >>> _size(300), _size(5 * 2**20), _size(139.5 * 2**30)
+    ('0 MB', '5 MB', '139.5 GB')
+    """
+    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
+
+
+def _network() -> Iterator[Check]:
+    constants = importlib.import_module("huggingface_hub.constants")
+    urls = [constants.ENDPOINT, "https://download.pytorch.org"]
+    with ThreadPoolExecutor() as pool:
+        silences = list(pool.map(lambda url: no_answer(url, PATIENCE), urls))
+    if constants.HF_HUB_OFFLINE:
+        silences[0] = "HF_HUB_OFFLINE is set"
+    hosts = {urlsplit(url).netloc: silence for url, silence in zip(urls, silences, strict=True)}
+    silent = [f"{host} ({silence})" for host, silence in hosts.items() if silence]
+    if not silent:
+        yield Check("network", "ok", f"{' and '.join(hosts)} answer", facts=hosts)
+        return
+    says = f"{'offline' if all(silences) else 'partly offline'}: no answer from {', '.join(silent)}"
+    yield Check("network", "note", says, "embedded models need none; for others give --checkpoint FILE", hosts)
+
+
+PARTS: dict[str, Callable[[], Iterator[Check]]] = {
+    "versions": _versions,
+    "torchvision": _vision,
+    "extras": _extras,
+    "devices": _devices,
+    "step": _steps,
+    "models": _models,
+    "caches": _caches,
+    "network": _network,
+}
+
+
+def checks() -> Iterator[Check]:
+    """Look at this machine, part by part; a part that fails is a `Check` that says why.
+
+    Example:
+        >>> next(checks()).part
+        'versions'
+    """
+    for name, part in PARTS.items():
+        yield from _checked(name, part)
+
+
+def _checked(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    try:
+        yield from part()
+    except Exception as error:
+        yield Check(name, "failed", f"{type(error).__name__}: {first_line(error)}")
+
+
+def doctor(json_: Json = False, debug: Debug = False) -> None:
+    """Check this machine: versions, extras, devices, caches, embedded models, an adaptation step."""
+    console = Console(highlight=False)
+    found = []
+    for check in checks():
+        found.append(check)
+        if not json_:
+            console.print(_row(check))
+            if check.repair:  # not wrapped, to be copied
+                console.print(Text(f"       {check.repair}", "bold"), soft_wrap=True)
+    broken = [check.part for check in found if check.status == "failed"]
+    if json_:
+        said = {"come": come.__version__, "ok": not broken, "checks": [asdict(check) for check in found]}
+        typer.echo(json.dumps(said, indent=1))
+    else:
+        console.print(
+            Text(f"broken: {', '.join(broken)}", "bold red") if broken else Text("nothing is broken", "green")
+        )
+    if broken:
+        raise typer.Exit(1)
+
+
+def _row(check: Check) -> RichTable:
+    row = RichTable.grid(padding=(0, 1, 0, 0))
+    for width in (6, 15, None):
+        row.add_column(width=width, overflow="fold")
+    row.add_row(Text(check.status, STYLES[check.status]), Text(check.part), Text(check.says))
+    return row
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="doctor")(doctor)
