@@ -18,6 +18,7 @@ from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from come.bench import models
 from come.bench.cell import Cell
 from come.bench.folder import RunFolder
 from come.bench.record import Record
@@ -26,9 +27,7 @@ from come.bench.report.tables import STYLES
 from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, called, compared, corrected, gathered
 from come.errors import InputError
 
-VARIED = frozenset(
-    {"model", "checkpoint", "normalization", "guard", "hyper", "source_data", "source_size", "size", "replay"}
-)
+VARIED = frozenset({"model", *models.OPTIONS, "guard", "hyper", "source_data", "source_size", "size", "replay"})
 """Fields of a cell that may differ between two runs that are compared."""
 
 Identity = tuple[Any, ...]

@@ -228,7 +228,7 @@ class Bench:
             jobs = cluster.connect(device, jobs)
             device = device if device != "cuda" or torch.cuda.is_available() else "cpu"  # for the checks
         self._device = _device(device)
-        self._model = model or models.load(plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization)
+        self._model = model or models.load(plan.model, **{name: getattr(plan, name) for name in models.OPTIONS})
         self._weights_sha256 = protocol.check_weights(self._model) if protocol is not None else ""
         self._model.module.to(self._device)
         self._clean: Source | None = None
