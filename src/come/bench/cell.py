@@ -155,6 +155,8 @@ class Cell(Knobs):
     seed: Seed = 0
     replay: Text | None = None
     """Digest of the manifests that are replayed, if any."""
+    weights: Text | None = None
+    """Digest of the model's weights, which may change under its name; None for the embedded models."""
 
     @property
     def key(self) -> str:

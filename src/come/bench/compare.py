@@ -27,7 +27,9 @@ from come.bench.report.tables import STYLES
 from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, called, compared, corrected, gathered
 from come.errors import InputError
 
-VARIED = frozenset({"model", *models.OPTIONS, "guard", "hyper", "source_data", "source_size", "size", "replay"})
+VARIED = frozenset(
+    {"model", *models.OPTIONS, "guard", "hyper", "source_data", "source_size", "size", "replay", "weights"}
+)
 """Fields of a cell that may differ between two runs that are compared."""
 
 Identity = tuple[Any, ...]
