@@ -36,11 +36,21 @@ Text = Annotated[str, AfterValidator(_printable)]
 Texts = Annotated[tuple[Text, ...], Strict(False)]  # or a list
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Pixels = Annotated[int, Field(ge=1, le=10**4)]
 Severity = Annotated[int, Field(ge=1, le=5)]
 Factor = Annotated[float, Field(ge=1, le=1e9)]
 Plain = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | Text
 Value = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | Text | list[Plain]
 """What a hyperparameter may be."""
+
+
+def _three(values: tuple[float, ...]) -> tuple[float, ...]:
+    if len(values) != 3:
+        raise ValueError("must be three numbers, of red, green and blue")
+    return values
+
+
+Channels = Annotated[tuple[float, ...], Strict(False), AfterValidator(_three)]
 
 
 def knob(default: Any, description: str, group: str = WHAT, **limits: Any) -> Any:
@@ -89,7 +99,10 @@ class Description(BaseModel):
 class Knobs(Description):
     """What a plan and all of its cells have in common."""
 
-    model: Text = knob("glyphs-vit", "See [bold]come list models[/].")
+    model: Text = knob(
+        "glyphs-vit",
+        "See [bold]come list models[/]; your own is MODULE:FACTORY. Arguments follow: timm:NAME:img_size=64.",
+    )
     data: Text = knob("glyphs", "See [bold]come list data[/].")
     setting: Text = knob("standard", "See [bold]come list settings[/].")
     severity: Severity | None = knob(None, "1 to 5; by default the setting's own.")
@@ -111,6 +124,13 @@ class Knobs(Description):
     checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
     normalization: Literal["model", "imagenet", "half", "caffe", "lite"] = knob(
         "model", "model, imagenet, half, caffe or lite.", HOW
+    )
+    mean: Channels | None = knob(None, "Of images in \\[0, 1], in place of the model's own; with --std.", HOW)
+    std: Channels | None = knob(None, "The same, positive.", HOW)
+    image_size: Pixels | None = knob(None, "Side of the images, in place of the model's own.", HOW)
+    resize: Pixels | None = knob(None, "Shorter side of a picture before the crop to that size.", HOW)
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = knob(
+        None, "Of that resizing: bilinear, bicubic, ...; by default the model's own.", HOW
     )
     source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)
     source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)
@@ -135,6 +155,8 @@ class Cell(Knobs):
     seed: Seed = 0
     replay: Text | None = None
     """Digest of the manifests that are replayed, if any."""
+    weights: Text | None = None
+    """Digest of the model's weights, which may change under its name; None for the embedded models."""
 
     @property
     def key(self) -> str:

@@ -69,6 +69,22 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], name: str, path: st
         raise ModelError(f"the checkpoint {path} does not fit {name}: {first_line(error, 1)[:200]}") from error
 
 
+def head_size(module: nn.Module, state: dict[str, Tensor], classes: int) -> int | None:
+    """How many classes the head in a checkpoint has, if it is the head of `module` for another number than `classes`.
+
+    Example:
+        >>> head_size(nn.Linear(4, 1000), {"weight": torch.ones(7, 4), "bias": torch.ones(7)}, 1000)
+        7
+    """
+    sizes = {
+        len(found)
+        for key, own in module.state_dict().items()
+        if own.ndim and len(own) == classes and (found := state.get(key)) is not None
+        if found.shape != own.shape and found.shape[1:] == own.shape[1:]
+    }
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def first_line(error: BaseException, line: int = 0) -> str:
     """What went wrong: the first line of the message, or a later one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -19,6 +19,7 @@ from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from come.bench import models
 from come.bench.cell import Cell
 from come.bench.folder import RunFolder
 from come.bench.record import Record
@@ -28,7 +29,7 @@ from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts,
 from come.errors import InputError
 
 VARIED = frozenset(
-    {"model", "checkpoint", "normalization", "guard", "hyper", "source_data", "source_size", "size", "replay"}
+    {"model", *models.OPTIONS, "guard", "hyper", "source_data", "source_size", "size", "replay", "weights"}
 )
 """Fields of a cell that may differ between two runs that are compared."""
 

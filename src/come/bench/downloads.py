@@ -6,6 +6,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from come.errors import ModelError
 
 PATIENCE = 3.0
 """Seconds that a host has to answer."""
+CHECKPOINT = "give --checkpoint FILE"
 
 
 def timm_weights(name: str, config: Any) -> dict[str, Any]:
@@ -29,21 +31,43 @@ def timm_weights(name: str, config: Any) -> dict[str, Any]:
     Raises:
         ModelError: the weights are not in the cache, and the host does not answer.
     """
-    from huggingface_hub import constants, try_to_load_from_cache
-
     if not config.hf_hub_id:
         if isinstance(config.url, str) and config.url:
             require_download(name, config.url)
         return {}
     repository, _, revision = config.hf_hub_id.partition("@")
-    for file in (config.hf_hub_filename,) if config.hf_hub_filename else ("model.safetensors", "pytorch_model.bin"):
-        found = try_to_load_from_cache(repository, file, revision=revision or None)
+    files = (config.hf_hub_filename,) if config.hf_hub_filename else ("model.safetensors", "pytorch_model.bin")
+    found = hub_file(name, repository, files, revision or None)
+    if found is None:
+        return {}
+    plain = found.endswith(".safetensors")
+    return {"custom_load": False, **({"file": found} if plain else {"state_dict": read_weights(found)})}
+
+
+def hub_file(
+    name: str, repository: str, files: Sequence[str], revision: str | None = None, instead: str = CHECKPOINT
+) -> str | None:
+    """The first of `files` that is in the cache of the Hugging Face Hub, as a path; None if the Hub must be asked, and answers.
+
+    Args:
+        name: of the model, for the error.
+        repository: "owner/name".
+        files: any of them will do.
+        revision: of the repository.
+        instead: what the user can do without a network.
+
+    Raises:
+        ModelError: none is in the cache, and the Hub does not answer.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    for file in files:
+        found = try_to_load_from_cache(repository, file, revision=revision)
         if isinstance(found, str):
-            plain = found.endswith(".safetensors")
-            return {"custom_load": False, **({"file": found} if plain else {"state_dict": read_weights(found)})}
+            return found
     offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
-    _require_answer(name, constants.ENDPOINT, Path(constants.HF_HUB_CACHE), offline)
-    return {}
+    _require_answer(name, constants.ENDPOINT, Path(constants.HF_HUB_CACHE), offline, instead)
+    return None
 
 
 def require_download(name: str, url: str) -> None:
@@ -53,11 +77,11 @@ def require_download(name: str, url: str) -> None:
         _require_answer(name, url, cache)
 
 
-def _require_answer(name: str, url: str, cache: Path, silence: str | None = None) -> None:
+def _require_answer(name: str, url: str, cache: Path, silence: str | None = None, instead: str = CHECKPOINT) -> None:
     silence = silence or no_answer(url)
     if silence:
         raise ModelError(
-            f"cannot reach {urlsplit(url).netloc} to download the weights of {name} ({silence}); give --checkpoint FILE, "
+            f"cannot reach {urlsplit(url).netloc} to download the weights of {name} ({silence}); {instead}, "
             f"or download them on a machine with a network and copy its cache folder to {cache}"
         )
 

@@ -9,14 +9,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from come.bench.checkpoints import first_line, put_weights, read_weights
+from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import require_download, timm_weights
+from come.bench.factories import call_factory, is_factory
+from come.bench.hub import load_transformers
 from come.bench.record import digest
-from come.errors import ConfigError, ModelError, unknown
+from come.errors import ConfigError, ModelError, require, unknown
+from come.inputs import logits_of
 from come.registry import parse
 
 __all__ = ["DESCRIPTIONS", "GLYPHS", "NORMALIZATIONS", "Model", "Preprocess", "build_glyphs", "fingerprint", "load"]
@@ -49,44 +53,99 @@ GLYPHS = {
 DESCRIPTIONS = {
     **GLYPHS,
     "keras-resnet50": "ResNet-50 as Keras has it, stride 2 on the first 1x1 convolution; needs --checkpoint",
-    "timm:NAME": "any model of timm with its pretrained weights and data configuration; also timm:NAME:img_size=64",
+    "timm:NAME": "any model of timm with its pretrained weights and data configuration",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
+    "hf:NAME": "any image classifier of transformers with its image processor, of the Hub or in a folder",
+    "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }
+OPTIONS = ("checkpoint", "normalization", "image_size", "resize", "interpolation", "mean", "std")
+"""What `load` takes beside a name, and what `come.bench.cell.Knobs` calls it."""
 
 
-def load(name: str, *, checkpoint: str | Path | None = None, normalization: str = "model") -> Model:
+def load(
+    name: str,
+    *,
+    checkpoint: str | Path | None = None,
+    normalization: str = "model",
+    image_size: int | None = None,
+    resize: int | None = None,
+    interpolation: str | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> Model:
     """A model by name, in evaluation mode.
 
     Args:
-        name: "glyphs-vit", "glyphs-resnet", "keras-resnet50", "timm:NAME" or "torchvision:NAME";
-            "timm:NAME:img_size=64:num_classes=200" has arguments of timm's constructor.
+        name: "glyphs-vit", "glyphs-resnet", "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME" or
+            "MODULE:FACTORY"; the last four also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
+        image_size: side of the images in place of the model's own; the share that is cropped stays the same.
+        resize: shorter side of a picture before the crop, at least `image_size`.
+        interpolation: of that resizing.
+        mean: per channel, of images in [0, 1], in place of the normalization; with `std`.
+        std: the same, positive.
 
     Example:
-        >>> load("glyphs-vit").num_classes
-        100
+        >>> model = load("glyphs-vit", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+        >>> model.num_classes, model.preprocess.size, model.preprocess.std
+        (100, 32, (0.25, 0.25, 0.25))
     """
     if normalization not in NORMALIZATIONS:
         raise unknown("normalization", normalization, NORMALIZATIONS)
+    chosen = NORMALIZATIONS[normalization]
+    if (mean is None) != (std is None):
+        raise ConfigError(f"mean and std must be given together, got mean {mean} and std {std}")
+    if mean is not None and std is not None:
+        if chosen is not None:
+            raise ConfigError(
+                f"normalization {normalization} has a mean and a std; leave it out, or leave out --mean and --std"
+            )
+        chosen = mean, std
+    module, preprocess = _load(name, checkpoint)
+    size = image_size or preprocess.size
+    preprocess = replace(
+        preprocess,
+        size=size,
+        resize=resize or round(size * preprocess.resize / preprocess.size),
+        interpolation=interpolation or preprocess.interpolation,
+        mean=chosen[0] if chosen else preprocess.mean,
+        std=chosen[1] if chosen else preprocess.std,
+    )
+    require(resize is None or resize >= size, "resize", resize, f"at least the image size, {size}")
+    return Model(name, module.eval(), preprocess, _count_classes(name, module, size))
+
+
+def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     kind, _, rest = name.partition(":")
     if name in GLYPHS:
         if checkpoint is not None:
             raise ConfigError(f"{name} comes with its weights; give --checkpoint with timm:NAME or torchvision:NAME")
-        model = _glyphs(name)
-    elif name == "keras-resnet50":
-        model = _keras_resnet50(name, checkpoint)
-    elif kind == "timm" and rest:
-        model = _timm(name, rest, checkpoint)
-    elif kind == "torchvision" and rest:
-        model = _torchvision(name, rest, checkpoint)
-    else:
-        raise unknown("model", name, DESCRIPTIONS)
-    chosen = NORMALIZATIONS[normalization]
-    if chosen is not None:
-        model = replace(model, preprocess=replace(model.preprocess, mean=chosen[0], std=chosen[1]))
-    model.module.eval()
-    return model
+        return _glyphs(name)
+    if name == "keras-resnet50":
+        return _keras_resnet50(name, checkpoint)
+    if kind == "timm" and rest:
+        return _timm(name, rest, checkpoint)
+    if kind == "torchvision" and rest:
+        return _torchvision(name, rest, checkpoint)
+    if kind == "hf" and rest:
+        return load_transformers(name, rest, checkpoint)
+    if is_factory(name):
+        return call_factory(name, checkpoint)
+    raise unknown("model", name, DESCRIPTIONS)
+
+
+def _count_classes(name: str, module: nn.Module, size: int) -> int:
+    """Into how many classes a model sorts images: it is called once."""
+    try:
+        with torch.no_grad():
+            out = module(torch.zeros(2, 3, size, size))
+    except Exception as error:  # it may be anybody's code
+        raise ModelError(
+            f"{name} cannot be called with images of shape (2, 3, {size}, {size}): {first_line(error)}; give --image-size N, "
+            "the side of the images that it takes"
+        ) from error
+    return logits_of(out, 2).shape[1]
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -120,17 +179,16 @@ def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
     return built
 
 
-def _glyphs(name: str) -> Model:
+def _glyphs(name: str) -> tuple[nn.Module, Preprocess]:
     folder = files("come.bench") / "weights"
     about = json.loads((folder / f"{name.replace('-', '_')}.json").read_text())
     module = build_glyphs(about["model"], about["arguments"])
     state = load_safetensors((folder / f"{name.replace('-', '_')}.safetensors").read_bytes())
     module.load_state_dict({key: v.float() if v.is_floating_point() else v for key, v in state.items()})
-    preprocess = Preprocess(size=32, resize=32, mean=tuple(about["mean"]), std=tuple(about["std"]))
-    return Model(name, module, preprocess, about["arguments"]["num_classes"])
+    return module, Preprocess(size=32, resize=32, mean=tuple(about["mean"]), std=tuple(about["std"]))
 
 
-def _keras_resnet50(name: str, checkpoint: str | Path | None) -> Model:
+def _keras_resnet50(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     """Timm's ResNet-50, by its names, but for where a stage strides and for the eps of its BatchNorm."""
     from timm.models.resnet import Bottleneck, ResNet
 
@@ -141,10 +199,10 @@ def _keras_resnet50(name: str, checkpoint: str | Path | None) -> Model:
         stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
     put_weights(module, read_weights(checkpoint), name, checkpoint)
     mean, std = NORMALIZATIONS["caffe"] or ((), ())
-    return Model(name, module, Preprocess(mean=mean, std=std), 1000)
+    return module, Preprocess(mean=mean, std=std)
 
 
-def _timm(name: str, spec: str, checkpoint: str | Path | None) -> Model:
+def _timm(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     import timm
     from timm.data.config import resolve_model_data_config
 
@@ -173,13 +231,13 @@ def _timm(name: str, spec: str, checkpoint: str | Path | None) -> Model:
         put_weights(module, state, name, checkpoint)
     cfg = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
     size = int(given.get("img_size", cfg["input_size"][-1]))
-    preprocess = Preprocess(size, round(size / cfg["crop_pct"]), cfg["interpolation"], cfg["mean"], cfg["std"])
-    return Model(name, module, preprocess, int(module.num_classes))  # type: ignore[arg-type]
+    return module, Preprocess(size, round(size / cfg["crop_pct"]), cfg["interpolation"], cfg["mean"], cfg["std"])
 
 
-def _torchvision(name: str, rest: str, checkpoint: str | Path | None) -> Model:
+def _torchvision(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     import torchvision.models as zoo
 
+    rest, given = parse(spec)
     if rest not in zoo.list_models(module=zoo):
         raise unknown(
             "model of torchvision",
@@ -193,14 +251,17 @@ def _torchvision(name: str, rest: str, checkpoint: str | Path | None) -> Model:
     if state is None:
         require_download(name, weights.url)
     try:
-        module = zoo.get_model(rest, weights=weights if state is None else None)
+        module = zoo.get_model(rest, weights=weights if state is None else None, **given)
+        if state is not None and (classes := head_size(module, state, len(weights.meta["categories"]))) is not None:
+            module = zoo.get_model(rest, weights=None, **({"num_classes": classes} | given))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"torchvision cannot make {name}: {first_line(error)}; change its arguments") from error
     except (OSError, RuntimeError) as error:
         raise ModelError(
             f"cannot get the pretrained weights of {name}: {first_line(error)}; with no network, give --checkpoint FILE"
         ) from error
     if state is not None:
         put_weights(module, state, name, checkpoint)
-    preprocess = Preprocess(
+    return module, Preprocess(
         transforms.crop_size[0], transforms.resize_size[0], "bilinear", tuple(transforms.mean), tuple(transforms.std)
     )
-    return Model(name, module, preprocess, len(weights.meta["categories"]))

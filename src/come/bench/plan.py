@@ -186,7 +186,7 @@ def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
                 values[name].setdefault(method, {})[key] = chosen
         elif kind == "list":
             parts = tuple(part.strip() for part in str(text).split(","))
-            values[name] = tuple(map(_number, parts)) if name == "seeds" else _expanded(name, parts)
+            values[name] = tuple(map(_number, parts)) if name in ("seeds", "mean", "std") else _expanded(name, parts)
         else:
             values[name] = _number(str(text)) if kind == "number" else text
     return values

@@ -228,7 +228,7 @@ class Bench:
             jobs = cluster.connect(device, jobs)
             device = device if device != "cuda" or torch.cuda.is_available() else "cpu"  # for the checks
         self._device = _device(device)
-        self._model = model or models.load(plan.model, checkpoint=plan.checkpoint, normalization=plan.normalization)
+        self._model = model or models.load(plan.model, **{name: getattr(plan, name) for name in models.OPTIONS})
         self._weights_sha256 = protocol.check_weights(self._model) if protocol is not None else ""
         self._model.module.to(self._device)
         self._clean: Source | None = None
@@ -242,7 +242,9 @@ class Bench:
         replay = (
             hashlib.sha256("".join(sorted(s.digest for s in streams)).encode()).hexdigest()[:16] if streams else None
         )
-        cells = [cell.model_copy(update={"replay": replay}) for cell in plan.cells(len(self._source))]
+        weights = None if plan.model in models.GLYPHS else models.fingerprint(self._model.module)[:16]
+        found = {"replay": replay, "weights": weights}
+        cells = [cell.model_copy(update=found) for cell in plan.cells(len(self._source))]
         replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
         self.planned = self.cells = replayed or cells
         """`planned` are the cells of the plan, `cells` those of this shard."""
