@@ -195,7 +195,7 @@ def test_aurc_by_counting(seed):
 @pytest.mark.parametrize("score", SCORES)
 def test_selective_accuracy_of_a_run_with_and_without_its_outliers(score):
     g = torch.Generator().manual_seed(0)
-    rows = {name: torch.rand(100, generator=g) for name in SCORES}
+    rows = {name: torch.rand(100, generator=g) for name in (*SCORES, "uncertainty")}
     rows |= {name: torch.randint(0, 3, (100,), generator=g) for name in ("label", "prediction")}
     rows["label"][:20] = -1
     confidence, correct = SCORES[score](rows), rows["prediction"] == rows["label"]

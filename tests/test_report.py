@@ -223,7 +223,7 @@ def test_several_learning_rates_of_a_method_are_one_table(tmp_path):
     assert table.columns == ("lr 0.001", "lr 0.004", "lr 0.016")
     assert [row.name.strip() for row in table.rows] == ["source", "tent + em", "tent + come", "Improve"]
     whole = results_table(folder.records())
-    found = {row.name: str(row.entries[-2]) for row in whole.rows}
+    found = {row.name: str(row.entries[-3]) for row in whole.rows}
     assert [str(e) for e in table.rows[0].entries] == [found["source"]] * 3
     assert [str(e) for e in table.rows[2].entries] == [found[f"tent{m} + come"] for m in ("", ":lr=0.004", ":lr=0.016")]
     assert [e.change for e in table.rows[3].entries] == [

