@@ -390,7 +390,8 @@ def _ours() -> tuple[Protocol, ...]:
             images=50000,
             data="the ImageNet validation images, WNID/FILE.JPEG, corrupted on the device",
             citation="this project, after CCC (Press et al., NeurIPS 2023): pairs of corruptions, one fading as the other "
-            "grows; unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are not CCC's",
+            "grows; unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are "
+            "not CCC's",
         ),
         _tiny(3, None),
         _tiny(5, 26.4),
