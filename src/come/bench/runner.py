@@ -242,7 +242,8 @@ class Bench:
         replay = (
             hashlib.sha256("".join(sorted(s.digest for s in streams)).encode()).hexdigest()[:16] if streams else None
         )
-        weights = None if plan.model in models.GLYPHS else models.fingerprint(self._model.module)[:16]
+        embedded = plan.model in models.GLYPHS
+        weights = None if embedded else (self._weights_sha256 or models.fingerprint(self._model.module))[:16]
         found = {"replay": replay, "weights": weights}
         cells = [cell.model_copy(update=found) for cell in plan.cells(len(self._source))]
         replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
