@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from calling import call
 from PIL import Image
 
 import come
@@ -17,18 +18,6 @@ from come.bench import Cell, cli
 from come.bench.cli import lists
 from come.bench.record import Machine, Record, Result
 from come.bench.report import results_table, to_markdown, to_rich
-
-
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["come", *arguments])
-    monkeypatch.setenv("COLUMNS", "80")
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    found = capsys.readouterr()
-    return code, found.out, found.err
 
 
 def test_bench_prints_a_table_and_writes_a_report(tmp_path, monkeypatch, capsys):

@@ -9,10 +9,11 @@ from statistics import fmean
 
 import pytest
 import torch
+from calling import call
 from rich.console import Console
 
 import come
-from come.bench import RunFolder, cli
+from come.bench import RunFolder
 from come.bench.compare import compare_runs
 from come.bench.data import Batch
 from come.bench.measure import Table as RowTable
@@ -239,18 +240,6 @@ def test_two_runs_are_compared_by_both_or_by_one(run):
 
 
 # ---- the command line ----
-
-
-def call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["come", *arguments])
-    monkeypatch.setenv("COLUMNS", "80")
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    found = capsys.readouterr()
-    return code, found.out, found.err
 
 
 def test_the_command_line_shows_both_or_one(run, tmp_path, monkeypatch, capsys):
