@@ -4,9 +4,10 @@
         --checkpoint vit.safetensors --data val5k --few val2k --outliers textures --device cuda --out results/mine.json
     python benchmarks/real.py show results/tiny-imagenet-vit-s8.json
 
-The grids of `GRIDS` run one after the other, or those that `--only` names; several processes with a grid each fill a GPU
-better than one. `--few` has fewer of the same images, for streams that cannot be divided. A result file has an entry for each
-cell; a grid that is run again takes the place of its older entries.
+The grids of `GRIDS` run one after the other, or those that `--only` names; several processes with a grid and a file each fill
+a GPU better than one, and `join` makes one file of theirs. `--few` and `--fewest` have fewer of the same images, for streams
+that cannot be divided and for methods that need many passes. A result file has an entry for each cell; a grid that is run again
+takes the place of its older entries. `tent*4` is Tent at four times the rate that it has by default on this model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from come.bench import Plan, RunFolder
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import come.methods
+from come.bench import Plan, RunFolder, models
 from come.bench.runner import Bench
 from come.corruptions import names
 from come.files import replacing
@@ -28,69 +32,142 @@ from come.files import replacing
 ALL = tuple(names("standard"))
 FIVE = ALL[::3]
 """Noise, two blurs, fog, and elastic: for what is compared often."""
+SEEDS = (0, 1, 2)
 MAIN = ("tent", "eata", "sar")
-KEPT = ("accuracy", "fpr", "fpr_softmax", "fpr_belief", "aurc", "ece")
-RATES = tuple(f"{method}:lr={lr}" for method in MAIN for lr in ("2.5e-4", "4e-3"))
+KEPT = ("accuracy", "fpr", "fpr_softmax", "fpr_belief", "auroc", "aurc", "ece")
 PARTS = ("lr=4e-3", "pull=0.05", "pull=0.0", "diversity=1.0", "diversity=0.0")
+RIVALS = (
+    {"methods": ("steady", "steady:prior_correction=false"), "objectives": ("come",)},
+    {"methods": ("tent/4", "tent", "tent*4", "eata", "eata*4"), "objectives": ("come",)},
+    {"methods": ("source", "tent/4", "tent", "tent*4", "zerosiam/4", "zerosiam", "zerosiam*4"), "objectives": ("em",)},
+)
+"""Steady, and baselines at three rates each."""
 
-GRIDS: dict[str, dict[str, Any]] = {
-    "standard": {"methods": ("source", *MAIN, "steady"), "corruptions": ALL, "seeds": (0, 1, 2)},
-    "standard-3": {"methods": ("source", *MAIN, "steady"), "corruptions": ALL, "severity": 3},
-    "rates": {"methods": RATES, "corruptions": FIVE},
-    "in-distribution": {"setting": "in-distribution", "methods": ("source", *MAIN, "steady")},
-    "imbalanced": {"setting": "imbalanced", "methods": ("source", *MAIN, "zerosiam", "steady"), "corruptions": FIVE},
-    "mixed": {"few": True, "setting": "mixed", "methods": ("source", *MAIN, "zerosiam", "steady")},
-    "lifelong": {
-        "few": True,
-        "setting": "lifelong",
-        "methods": ("source", *MAIN, "tent:lr=2.5e-4", "tent:lr=4e-3", "zerosiam", "steady"),
-        "seeds": (0, 1, 2),
-    },
-    "open-world": {"few": True, "setting": "open-world", "methods": ("source", *MAIN, "steady"), "seeds": (0, 1, 2)},
-    "parts": {"methods": tuple(f"steady:{part}" for part in PARTS), "objectives": ("come",), "corruptions": FIVE},
-    "plain": {"methods": ("zerosiam", "steady:prior_correction=false"), "corruptions": FIVE},
+GRIDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "standard": (
+        {"methods": ("source", *MAIN), "corruptions": ALL},
+        {"methods": ("steady",), "objectives": ("come",), "corruptions": ALL},
+    ),
+    "standard-3": (
+        {"methods": ("source", *MAIN), "corruptions": ALL, "severity": 3},
+        {"methods": ("steady",), "objectives": ("come",), "corruptions": ALL, "severity": 3},
+    ),
+    "seeds": (
+        {"methods": ("source", *MAIN), "corruptions": FIVE, "seeds": SEEDS},
+        {"methods": ("steady",), "objectives": ("come",), "corruptions": FIVE, "seeds": SEEDS},
+    ),
+    "rates": ({"methods": tuple(f"{m}{by}" for m in MAIN for by in ("/4", "*4")), "corruptions": FIVE},),
+    "others": (
+        {"methods": ("pl", "deyo", "roid", "rdumb", "rotta"), "data": "few", "corruptions": FIVE},
+        {"methods": ("source", "t3a", "lame", "zerosiam"), "data": "few", "corruptions": FIVE, "objectives": ("em",)},
+    ),
+    "cotta": ({"methods": ("cotta",), "corruptions": FIVE, "data": "fewest", "seeds": SEEDS},),
+    "cotta-lifelong": (
+        {"methods": ("cotta",), "setting": "lifelong", "corruptions": FIVE, "data": "fewest", "seeds": SEEDS},
+    ),
+    "cotta-open-world": ({"methods": ("cotta",), "setting": "open-world", "data": "few", "seeds": SEEDS},),
+    "tea": ({"methods": ("tea",), "corruptions": FIVE, "data": "fewest"},),
+    "foa": ({"methods": ("foa",), "data": "few", "corruptions": FIVE},),
+    "memo": ({"methods": ("memo",), "corruptions": FIVE[:2], "data": "fewest"},),
+    "in-distribution": ({"setting": "in-distribution", "methods": ("source", *MAIN, "steady")},),
+    "imbalanced": ({"setting": "imbalanced", "methods": ("source", *MAIN, "zerosiam", "steady"), "corruptions": FIVE},),
+    "mixed": ({"data": "few", "setting": "mixed", "methods": ("source", *MAIN, "zerosiam", "steady")},),
+    "lifelong": (
+        {
+            "data": "few",
+            "setting": "lifelong",
+            "methods": ("source", *MAIN, "tent/4", "tent*4", "zerosiam", "steady"),
+            "seeds": SEEDS,
+        },
+    ),
+    "lifelong-15": tuple(
+        {"data": "few", "setting": "lifelong", "corruptions": ALL, "seeds": SEEDS, **rest}
+        for rest in (
+            {"methods": ("source", *MAIN)},
+            {"methods": ("zerosiam",), "objectives": ("em",)},
+            {"methods": ("steady", "steady:prior_correction=false"), "objectives": ("come",)},
+        )
+    ),
+    "open-world": ({"data": "few", "setting": "open-world", "methods": ("source", *MAIN, "steady"), "seeds": SEEDS},),
+    "parts": ({"methods": tuple(f"steady:{part}" for part in PARTS), "objectives": ("come",), "corruptions": FIVE},),
+    "plain": ({"methods": ("zerosiam", "steady:prior_correction=false"), "corruptions": FIVE},),
+} | {
+    f"rivals-{setting}": tuple(
+        {"data": "few", "setting": setting, "corruptions": FIVE, "seeds": SEEDS, **rest} for rest in RIVALS
+    )
+    for setting in ("standard", "imbalanced", "mixed", "lifelong")
 }
+
+
+def at_rate(method: str, batch_norm: bool) -> str:
+    """`tent*4` as a specification with a learning rate."""
+    for sign in "*/":
+        name, found, factor = method.partition(sign)
+        if found:
+            rate = come.methods.get(name).paper_lr[batch_norm]
+            return f"{name}:lr={rate * float(factor) if sign == '*' else rate / float(factor):g}"
+    return method
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the grids that were asked for."""
+    module = models.load(options.model, checkpoint=options.checkpoint).module
+    batch_norm = any(isinstance(layer, _BatchNorm) for layer in module.modules())
     for name in options.only or GRIDS:
-        grid = dict(GRIDS[name])
-        data = options.few if grid.pop("few", False) else options.data
-        if grid.get("setting") == "open-world":
-            grid["outliers"] = (f"folder:{options.outliers}",)
-        plan = Plan(
-            model=options.model,
-            checkpoint=options.checkpoint,
-            data=f"folder:{data}",
-            precision="bf16" if options.device.startswith("cuda") else "float32",
-            **grid,
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(plan, device=options.device, together=None)
-            records = bench.run(RunFolder(folder))
-        for failure in bench.failed:
-            print(f"{name}: {failure}", file=sys.stderr)
-        found = [
-            {
-                "grid": name,
-                "setting": r.cell.setting,
-                "severity": r.cell.severity,
-                "method": r.cell.method,
-                "objective": r.cell.objective,
-                "seed": r.cell.seed,
-                "images": r.cell.size,
-                "outliers": r.cell.outliers is not None,
-                "seconds": round(r.result.seconds, 1),
-                "domains": {d: {k: round(m[k], 4) for k in KEPT if k in m} for d, m in r.result.metrics.items()},
-            }
-            for r in records
-        ]
-        before = json.loads(options.out.read_text()) if options.out.exists() else []
-        kept = [entry for entry in before if entry["grid"] != name]
-        with replacing(options.out) as beside:
-            beside.write_text("[\n" + ",\n".join(map(json.dumps, kept + found)) + "\n]\n")
+        found = []
+        for grid in map(dict, GRIDS[name]):
+            data = getattr(options, grid.pop("data", "data"))
+            if grid.get("setting") == "open-world":
+                grid["outliers"] = (f"folder:{options.outliers}",)
+            grid["seeds"] = grid.get("seeds", (0,))[: options.seeds]
+            methods = tuple(at_rate(method, batch_norm) for method in grid.pop("methods"))
+            plan = Plan(
+                model=options.model,
+                checkpoint=options.checkpoint,
+                normalization=options.normalization,
+                data=f"folder:{data}",
+                precision="bf16" if options.device.startswith("cuda") else "float32",
+                methods=methods,
+                **grid,
+            )
+            with tempfile.TemporaryDirectory() as folder:
+                bench = Bench(plan, device=options.device, together=None)
+                records = bench.run(RunFolder(folder))
+            for failure in bench.failed:
+                print(f"{name}: {failure}", file=sys.stderr)
+            found += [
+                {
+                    "grid": name,
+                    "setting": r.cell.setting,
+                    "severity": r.cell.severity,
+                    "method": r.cell.method,
+                    "objective": r.cell.objective,
+                    "seed": r.cell.seed,
+                    "images": r.cell.size,
+                    "outliers": r.cell.outliers is not None,
+                    "seconds": round(r.result.seconds, 1),
+                    "domains": {d: {k: round(m[k], 4) for k in KEPT if k in m} for d, m in r.result.metrics.items()},
+                }
+                for r in records
+            ]
+            keep(options.out, name, found)
         print(f"{name}: {len(found)} cells", flush=True)
+
+
+def keep(out: Path, name: str, found: list[dict[str, Any]]) -> None:
+    """Put what a grid found into a file, in the place of what it found before."""
+    before = json.loads(out.read_text()) if out.exists() else []
+    kept = [entry for entry in before if entry["grid"] != name]
+    with replacing(out) as beside:
+        beside.write_text("[\n" + ",\n".join(map(json.dumps, kept + found)) + "\n]\n")
+
+
+def join(options: argparse.Namespace) -> None:
+    """Put the grids of several files into the first."""
+    for file in options.files:
+        entries = json.loads(file.read_text())
+        for name in dict.fromkeys(entry["grid"] for entry in entries):
+            keep(options.out, name, [entry for entry in entries if entry["grid"] == name])
 
 
 def show(options: argparse.Namespace) -> None:
@@ -125,20 +202,28 @@ def main() -> None:
     runs.set_defaults(do=run)
     runs.add_argument("--model", required=True, help="as in come bench")
     runs.add_argument("--checkpoint", help="as in come bench")
+    runs.add_argument("--normalization", default=Plan().normalization, help="as in come bench")
     runs.add_argument("--data", required=True, help="a folder with one folder of images per class")
-    runs.add_argument("--few", help="fewer of the same, for lifelong, mixed and open-world; default: all")
+    runs.add_argument("--few", help="fewer of the same; default: all")
+    runs.add_argument("--fewest", help="still fewer; default: those of --few")
     runs.add_argument("--outliers", help="a folder of images of other things")
+    runs.add_argument("--seeds", type=int, default=len(SEEDS), help="at most so many of a grid's")
     runs.add_argument("--device", default="cpu")
     runs.add_argument("--only", nargs="+", choices=list(GRIDS), help="these grids")
     runs.add_argument("--out", type=Path, required=True, help="a JSON file; grids are added to it")
     shows = commands.add_parser("show", help="print tables")
     shows.set_defaults(do=show)
     shows.add_argument("out", type=Path, metavar="FILE")
+    joins = commands.add_parser("join", help="put the grids of several files into the first")
+    joins.set_defaults(do=join)
+    joins.add_argument("out", type=Path, metavar="FILE")
+    joins.add_argument("files", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.do is run:
         options.few = options.few or options.data
-        if options.outliers is None and "open-world" in (options.only or GRIDS):
-            parser.error("the grid open-world needs --outliers; give it, or leave the grid out with --only")
+        options.fewest = options.fewest or options.few
+        if options.outliers is None and any("open-world" in name for name in options.only or GRIDS):
+            parser.error("grids of the open world need --outliers; give it, or leave them out with --only")
     options.do(options)
 
 

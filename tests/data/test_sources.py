@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -190,6 +193,17 @@ def test_bad_images_are_named_or_skipped_and_counted(folder, damage):
     assert loaded.indices.tolist() == [0, 2]
     assert loaded.bad == 1
     assert open_source(f"folder:{folder}", SMALL, "skip").load([1]).images.shape == (0, 3, 32, 32)
+
+
+def test_images_are_decoded_by_threads_that_end_with_the_stream(folder):
+    """A process that is forked where CUDA is in use dies when it forgets what is on the device."""
+    source = open_source(f"folder:{folder}", Preprocess(32))
+    stream = Stream.shuffled(source.name, 6, corruption=None, severity=5, seed=0)
+    found = batches(source, stream, Preprocess(32), batch_size=1, workers=2)
+    next(found)
+    assert not multiprocessing.active_children()
+    found.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("loading")]
 
 
 def test_workers_and_batch_size_change_nothing(folder):

@@ -87,7 +87,7 @@ class Course:
         source: of the images.
         episodes: the streams, in order.
         device: where the batches are wanted.
-        workers: processes that decode images.
+        workers: threads that decode images.
         outliers: the outlier source, if the streams have outliers.
     """
 

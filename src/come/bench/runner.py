@@ -48,7 +48,7 @@ FEW = 2**26
 WORTH = {"cpu": 20_000, "cuda": 1_000_000}
 """Forward passes of a sample that are worth a process of their own, which takes seconds to start."""
 WORKERS = 256
-"""Processes that decode images, at most."""
+"""Threads that decode images, at most."""
 
 
 class Progress:
@@ -177,7 +177,7 @@ class Bench:
     Args:
         plan: what to run.
         device: where.
-        workers: processes that decode images; by default none for the embedded data and your own, else up to 4.
+        workers: threads that decode images; by default none for the embedded data and your own, else up to 4.
         on_bad_image: "raise" or "skip".
         source: a source to use in place of opening `plan.data` (any torch Dataset, through `come.bench.data.DatasetSource`).
         model: a model to use in place of loading `plan.model`.
@@ -811,7 +811,7 @@ def run(
         plan: what to run.
         out: the run folder; what is done there is not run again.
         device: where to run.
-        workers: processes that decode images.
+        workers: threads that decode images.
         source: your own data, e.g. `come.bench.data.DatasetSource(dataset, num_classes=10, name="mine")`.
         model: your own model, `come.bench.models.Model(name, module, preprocess, num_classes)`.
         progress: who watches.

@@ -1,23 +1,26 @@
-"""From a stream to batches on a device: decoded by workers ahead of time, corrupted and normalized on the device."""
+"""From a stream to batches on a device: decoded by threads ahead of time, corrupted and normalized on the device."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from come.bench.data.source import Loaded, Source
 from come.bench.data.store import Kept, Resident
 from come.bench.data.streams import OUTLIER, Stream
 from come.corruptions import corrupt
-from come.errors import ComeError, InputError
+from come.errors import InputError
 
+AHEAD = 4
+"""Batches that are loaded or being loaded for each thread."""
 CHUNK = 1024
 """Samples that are corrupted at once, at most: small images keep a GPU busy only if they are many."""
 CHUNK_VALUES = {"cpu": 2**19, "cuda": 2**24}
@@ -50,8 +53,8 @@ def _host(source: Source) -> Source:
     return source.source if isinstance(source, Resident) else source
 
 
-class _Loading(Dataset["tuple[Loaded, Tensor] | ComeError"]):
-    """The stream cut into batches; a worker loads a whole one, in the order of the stream, and says of what kind each is."""
+class _Loading:
+    """The stream cut into batches; a thread loads a whole one, in the order of the stream, and says of what kind each is."""
 
     def __init__(self, source: Source, stream: Stream, batch_size: int, outliers: Source | None) -> None:
         self.source, self.stream, self.batch_size, self.outliers = source, stream, batch_size, outliers
@@ -70,20 +73,14 @@ class _Loading(Dataset["tuple[Loaded, Tensor] | ComeError"]):
         return True
 
     def on_host(self) -> _Loading:
-        """The same without what is on a device, which only the process that put it there can read."""
+        """The same without what is on a device, which is read in the order of the consumer's work there."""
         outliers = None if self.outliers is None else _host(self.outliers)
         return _Loading(_host(self.source), self.stream, self.batch_size, outliers)
 
     def __len__(self) -> int:
         return -(-len(self.stream) // self.batch_size)
 
-    def __getitem__(self, i: int) -> tuple[Loaded, Tensor] | ComeError:
-        try:
-            return self._batch(i)
-        except ComeError as error:  # raised by whoever gets it: a worker would put its whole traceback into the message
-            return error
-
-    def _batch(self, i: int) -> tuple[Loaded, Tensor]:
+    def __getitem__(self, i: int) -> tuple[Loaded, Tensor]:
         stream = self.stream
         places = range(i * self.batch_size, min((i + 1) * self.batch_size, len(stream)))
         parts: list[Loaded] = []
@@ -128,8 +125,8 @@ def batches(
 ) -> Iterator[Batch]:
     """The stream in batches, in its order, from the sources that are given here; what the stream names is not opened.
 
-    Workers decode ahead of the consumer; corruption and normalization run on the device. `account` adds up the time that
-    the consumer waited for data: on a GPU it must stay a small share, and every record says how large it was.
+    As many threads as `workers` decode ahead of the consumer; corruption and normalization run on the device. `account` adds
+    up the time that the consumer waited for data: on a GPU it must stay a small share, and every record says how large it was.
 
     Example:
         >>> from come.bench.data import GlyphSource
@@ -183,17 +180,13 @@ def _chunks(loading: _Loading, device: torch.device, workers: int, account: Acco
     """The batches of a stream, several at a time; the first ones come sooner than many would."""
     if device.type == "cuda" and not loading.at_hand():
         loading = loading.on_host()
-    batches: Iterable[tuple[Loaded, Tensor] | ComeError] = map(loading.__getitem__, range(len(loading)))
+    batches: Iterable[tuple[Loaded, Tensor]] = map(loading.__getitem__, range(len(loading)))
     if workers and not loading.at_hand():
-        pinned = device.type == "cuda"
-        batches = DataLoader(loading, batch_size=None, num_workers=workers, prefetch_factor=4, pin_memory=pinned)
+        batches = _ahead(loading, workers)
     chunk: _Chunk = []
     size = most = 1
     since = time.perf_counter()
-    for found in batches:
-        if isinstance(found, ComeError):
-            raise found
-        loaded, kinds = found
+    for loaded, kinds in batches:
         account.waited += time.perf_counter() - since
         account.bad += loaded.bad
         if len(loaded.labels):
@@ -206,6 +199,26 @@ def _chunks(loading: _Loading, device: torch.device, workers: int, account: Acco
         since = time.perf_counter()
     if chunk:
         yield chunk
+
+
+def _ahead(loading: _Loading, workers: int) -> Iterator[tuple[Loaded, Tensor]]:
+    """Batches in their order, by threads that work ahead.
+
+    Decoding a picture lets other threads run. A process that was forked from one that uses a GPU may not touch what is there,
+    not even to forget it; threads may.
+    """
+    waiting: deque[Future[tuple[Loaded, Tensor]]] = deque()
+    with ThreadPoolExecutor(workers, "loading") as pool:
+        try:
+            for i in range(len(loading)):
+                waiting.append(pool.submit(loading.__getitem__, i))
+                if len(waiting) > AHEAD * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for batch in waiting:
+                batch.cancel()
 
 
 def _made(

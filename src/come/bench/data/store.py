@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ SHARE_OF_MEMORY = 0.25
 """Of the memory that is free, for decoded images; more are kept on the disk."""
 SHARE_OF_DISK = 0.5
 SHARE_OF_DEVICE = 0.125
+
+SEEKING = threading.Lock()
+"""A file has one position for all threads, where it cannot be read from a given one."""
 
 UNKNOWN, THERE, BAD = 0, 1, 2
 """What is known of a sample."""
@@ -66,8 +70,8 @@ class Kept(_Around):
     """A source whose samples are decoded when they are first asked for, and read from a file from then on.
 
     The file has no name: it is gone when the last process that holds it ends, however it ends. Processes that are started
-    while it is open, such as workers, read and write it too. A sample is marked when all of it is written; two processes may
-    decode the same one at the same time and write the same bytes. What finds no room is decoded each time.
+    while it is open read and write it too. A sample is marked when all of it is written; two threads or processes may decode
+    the same one at the same time and write the same bytes. What finds no room is decoded each time.
 
     Args:
         source: where the images come from.
@@ -185,16 +189,19 @@ class Kept(_Around):
         if hasattr(os, "preadv"):  # several processes share the file, and its position
             os.preadv(self._file, [image.data], offset)
         else:
-            os.lseek(self._file, offset, os.SEEK_SET)
-            image[...] = np.frombuffer(os.read(self._file, image.size), np.uint8).reshape(image.shape)
+            with SEEKING:
+                os.lseek(self._file, offset, os.SEEK_SET)
+                found = os.read(self._file, image.size)
+            image[...] = np.frombuffer(found, np.uint8).reshape(image.shape)
 
     def _write(self, image: npt.NDArray[np.uint8], offset: int) -> None:
         assert self._file is not None
         if hasattr(os, "pwritev"):
             written = os.pwritev(self._file, [image.data], offset)
         else:
-            os.lseek(self._file, offset, os.SEEK_SET)
-            written = os.write(self._file, image.data)
+            with SEEKING:
+                os.lseek(self._file, offset, os.SEEK_SET)
+                written = os.write(self._file, image.data)
         if written < image.size:
             raise OSError("no room")
 
