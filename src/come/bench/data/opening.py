@@ -7,7 +7,8 @@ from typing import NamedTuple, get_args
 
 from come.bench.data.cifar import CifarCSource
 from come.bench.data.embedded import MAX_IMAGES, SIZE, GlyphOutlierSource, GlyphSource
-from come.bench.data.folders import FolderSource, ImageNetCSource, OnBadImage
+from come.bench.data.folders import FolderSource, ImageNetCSource
+from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.source import Source
 from come.bench.data.torchvision_sets import TorchvisionSource

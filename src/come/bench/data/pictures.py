@@ -1,0 +1,71 @@
+"""Sources of encoded pictures: decoded when they are asked for; one that cannot be is named in an error, or skipped."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from come.bench.data.decoding import decode
+from come.bench.data.preprocess import Preprocess
+from come.bench.data.reading import reason
+from come.bench.data.source import Loaded, Source
+from come.errors import InputError
+
+OnBadImage = Literal["raise", "skip"]
+
+
+class Pictures(Source):
+    """A source that knows all labels, and where each picture is.
+
+    Args:
+        name: the specification.
+        preprocess: makes squares of the pictures.
+        on_bad_image: "raise" names what cannot be read; "skip" leaves it out and counts it.
+    """
+
+    targets: Tensor
+    """(N,) int64: the labels; -1 where there is none."""
+
+    def __init__(self, name: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
+        self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image
+
+    @abstractmethod
+    def _called(self, index: int, corruption: str | None, severity: int) -> str:
+        """What a sample is called in an error."""
+
+    @abstractmethod
+    def _encoded(self, index: int, corruption: str | None, severity: int) -> Path | bytes:
+        """Its picture: a file, or the bytes of one; raises whatever is in the way."""
+
+    def __len__(self) -> int:
+        """Number of samples; of one corruption, where the files hold some."""
+        return len(self.targets)
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64; no picture is read for them."""
+        return self.targets
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Decode; a picture that cannot be read is named in an error, or skipped and counted."""
+        images, kept = [], []
+        chosen = self._known(indices)
+        for index in chosen:
+            try:
+                images.append(decode(self._encoded(index, corruption, severity), self.preprocess))
+            except Exception as error:  # decoders raise whatever they met in the file
+                if self.on_bad_image == "raise":
+                    raise InputError(
+                        f"cannot read {self._called(index, corruption, severity)}: {reason(error)}; fix or remove it, or pass "
+                        "--on-bad-image skip"
+                    ) from error
+                continue
+            kept.append(index)
+        side = self.preprocess.size
+        stacked = torch.stack(images) if images else torch.empty(0, 3, side, side, dtype=torch.uint8)
+        places = torch.tensor(kept, dtype=torch.int64)
+        return Loaded(stacked, self.targets[places], places, len(chosen) - len(kept))
