@@ -21,7 +21,7 @@ LONGEST_LIST = 2**28
 """Bytes of such a file."""
 
 
-class _Files(Pictures):
+class Files(Pictures):
     """Pictures in files."""
 
     files: list[Path]
@@ -50,17 +50,20 @@ class _Files(Pictures):
         labels = self.targets.tolist()
         return [f"{self.classes[label]}/{file.name}" for file, label in zip(self.files, labels, strict=True)]
 
-    def _keep_listed(self) -> None:
-        """Leave out what the list does not name, if there is one; its order does not matter."""
-        if not self._list:
-            return
+    def _lines(self) -> list[str]:
+        """Of the list of images."""
         try:
-            wanted = set(read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()) - {""}
+            return read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()
         except (OSError, ValueError) as error:
             raise InputError(
                 f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
             ) from error
-        names = self.names()
+
+    def _keep_listed(self) -> None:
+        """Leave out what the list does not name, if there is one; its order does not matter."""
+        if not self._list:
+            return
+        wanted, names = set(self._lines()) - {""}, self.names()
         if missing := sorted(wanted.difference(names)):
             raise InputError(
                 f"{self._list} lists {len(wanted)} images, {len(missing)} of which are not in {self.root}, such as "
@@ -72,7 +75,7 @@ class _Files(Pictures):
         self.files, self.targets = [self.files[i] for i in chosen], self.targets[chosen]
 
 
-class FolderSource(_Files):
+class FolderSource(Files):
     """`PATH/<class>/<image>`: classes are the subfolders in sorted order.
 
     `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class. `PATH:list=FILE` uses the
@@ -107,7 +110,7 @@ class FolderSource(_Files):
         return file
 
 
-class ImageNetCSource(_Files):
+class ImageNetCSource(Files):
     """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`, or `imagenet-c:PATH:list=FILE`.
 
     The samples are those of the first corruption, at its highest severity.

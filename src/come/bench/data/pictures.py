@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import decode
+from come.bench.data.decoding import MAX_BYTES, decode
 from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import reason
+from come.bench.data.reading import read_regular, reason
 from come.bench.data.source import Loaded, Source
 from come.errors import InputError
 
 OnBadImage = Literal["raise", "skip"]
+LOOKED_AT = 64
+"""Pictures that the identity of a source follows from, about: all of a large one would take minutes to read."""
 
 
 class Pictures(Source):
@@ -49,6 +53,16 @@ class Pictures(Source):
     def labels(self) -> Tensor:
         """The labels of all samples, (N,) int64; no picture is read for them."""
         return self.targets
+
+    def digest(self) -> str:
+        """Of all labels, and of `LOOKED_AT` pictures from the first to the last."""
+        found = hashlib.sha256(self.targets.numpy().tobytes())
+        shift = ((self.holds or (None,))[0], 5)
+        for index in range(0, len(self), max(1, len(self) // LOOKED_AT)):
+            with contextlib.suppress(Exception):  # a bad picture is met, or skipped, when it is loaded
+                encoded = self._encoded(index, *shift)
+                found.update(encoded if isinstance(encoded, bytes) else read_regular(encoded, MAX_BYTES))
+        return found.hexdigest()[:16]
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """Decode; a picture that cannot be read is named in an error, or skipped and counted."""
