@@ -8,10 +8,12 @@ from typing import NamedTuple, get_args
 from come.bench.data.cifar import CifarCSource
 from come.bench.data.embedded import MAX_IMAGES, SIZE, GlyphOutlierSource, GlyphSource
 from come.bench.data.folders import FolderSource, ImageNetCSource
+from come.bench.data.huggingface import HuggingFaceSource
 from come.bench.data.imagenet import SHIFTED, ImageNetSource
 from come.bench.data.openood import OpenOODSource
 from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
+from come.bench.data.shards import ShardSource
 from come.bench.data.source import Source
 from come.bench.data.torchvision_sets import TorchvisionSource
 from come.errors import InputError, unknown
@@ -67,6 +69,17 @@ KINDS: dict[str, Kind] = {
     ),
     "cifar100-c": Kind(
         "cifar100-c:PATH", "the published .npy files, 100 classes", lambda name, rest, *_: CifarCSource(name, rest, 100)
+    ),
+    "hf": Kind(
+        "hf:NAME",
+        "a data set of the Hugging Face Hub, a folder or a parquet file; also NAME:split=S:image=COLUMN:label=COLUMN, "
+        ":streaming=N for its first N",
+        HuggingFaceSource,
+    ),
+    "webdataset": Kind(
+        "webdataset:SHARDS",
+        "tar files, photos-{000..003}.tar, with jpg or png and cls or json; also SHARDS:label=json.FIELD:classes=N",
+        ShardSource,
     ),
     "torchvision": Kind(
         "torchvision:NAME[:ROOT]",
