@@ -69,7 +69,7 @@ class HuggingFaceSource(Pictures):
                 )
             named = [c for c, f in self._columns.items() if isinstance(f, zoo.ClassLabel)]
             self._label = self._column(given, "label", named or [c for c in ("label", "labels") if c in self._columns])
-            wanted = [column for column in (self._image, self._label) if column]
+            wanted = sorted({column for column in (self._image, self._label) if column})
             self._data: Any = data.cast_column(self._image, zoo.Image(decode=False)).select_columns(wanted)
             if "streaming" in given:  # of an iterable there is no sample by its number
                 self._data = list(islice(self._data, given["streaming"]))
