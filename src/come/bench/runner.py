@@ -248,8 +248,11 @@ class Bench:
         embedded = plan.model in models.GLYPHS
         weights = None if embedded else (self._weights_sha256 or models.fingerprint(self._model.module))[:16]
         found = {"replay": replay, "weights": weights, "images": self._source.digest()}
+        self.restricted = 0
+        """To how many of its classes the model is restricted; 0 if it is not."""
         if self._source.num_classes != self._model.num_classes and self._source.subset:
             self._model = restricted(self._model, self._source.subset)
+            self.restricted = self._model.num_classes
         cells = [cell.model_copy(update=found) for cell in plan.cells(len(self._source))]
         replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
         self.planned = self.cells = replayed or cells

@@ -97,6 +97,7 @@ class FolderSource(Files):
         self.num_classes = len(self.classes)
         if not self.classes:
             raise InputError(f"{self.root} has no subfolders; it must hold one folder of images per class")
+        self._check_classes()
         found = [images_below(self.root / name) for name in self.classes]
         self.files = [file for files in found for file in files]
         self.targets = torch.tensor([k for k, files in enumerate(found) for _ in files], dtype=torch.int64)
@@ -105,6 +106,9 @@ class FolderSource(Files):
                 f"{self.root} has {self.num_classes} class folders but no image in them ({', '.join(IMAGE_ENDINGS)})"
             )
         self._keep_listed()
+
+    def _check_classes(self) -> None:
+        """Raise `InputError` if `classes` are not what they must be; nothing in their folders has been looked at."""
 
     def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
         return file

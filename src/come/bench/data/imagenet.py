@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from come.bench.data.folders import FolderSource
@@ -36,29 +35,24 @@ class ImageNetSource(FolderSource):
     """
 
     def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, path, preprocess, on_bad_image)
         self.kind = name.partition(":")[0]
+        super().__init__(name, path, preprocess, on_bad_image)
+
+    def _check_classes(self) -> None:
         known = places()
         if strange := [folder for folder in self.classes if folder not in known]:
             raise InputError(
                 f"the folders in {self.root} must be classes of ImageNet, such as n01440764, or numbers from 0 to 999; got "
                 f"{strange[0]!r}: give the folder that holds them"
             )
-        ranked = sorted(range(self.num_classes), key=lambda k: known[self.classes[k]])
-        self.classes = [self.classes[k] for k in ranked]
+        self.classes.sort(key=known.__getitem__)
         self.subset = tuple(known[folder] for folder in self.classes)
-        wanted = SHIFTED.get(self.kind)
-        if (
-            len(set(self.subset)) not in ({wanted} if wanted else range(2, 1001))
-            or len(set(self.subset)) < self.num_classes
-        ):
+        wanted, found = SHIFTED.get(self.kind), len(set(self.subset))
+        if found < self.num_classes or found != (wanted or max(2, found)):
             raise InputError(
                 f"{self.kind} must have {wanted or 'from 2 to 1000'} folders, one for each class, got {self.num_classes} in "
                 f"{self.root}; unpack it again, or write imagenet:PATH to use the classes that are there"
             )
-        rank = torch.empty(self.num_classes, dtype=torch.int64)
-        rank[torch.tensor(ranked)] = torch.arange(self.num_classes)
-        self.targets = rank[self.targets]
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
         """Raise `InputError` if images that are shifted already are to be corrupted."""

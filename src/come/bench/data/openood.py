@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-
-import torch
 
 from come.bench.data.folders import Files
 from come.bench.data.pictures import OnBadImage
@@ -43,13 +42,12 @@ class OpenOODSource(Files):
             labels.append(int(label))
         if not labels:
             raise InputError(f"the list of images {self._list} is empty; each line must be a path and a label")
-        if missing := [file for file in self.files if not (self.root / file).is_file()]:
+        if missing := [file for file in self.files if not os.path.isfile(self.root / file)]:
             raise InputError(
                 f"{self._list} lists {len(labels)} images, {len(missing)} of which are not in {self.root}, such as "
                 f"{str(missing[0])!r}; give the folder that these paths begin in"
             )
-        self.targets = torch.tensor(labels, dtype=torch.int64)
-        self.num_classes = max(labels) + 1 if min(labels) >= 0 else 0
+        self._keep_labels(labels)
 
     def names(self) -> list[str]:
         """The paths of the list."""

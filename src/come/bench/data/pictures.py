@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from come.bench.data.decoding import MAX_BYTES, decode
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import read_regular, reason
 from come.bench.data.source import Loaded, Source
-from come.errors import InputError
+from come.errors import InputError, require_int, unknown
+from come.registry import parse
 
 OnBadImage = Literal["raise", "skip"]
 LOOKED_AT = 64
@@ -37,6 +38,18 @@ class Pictures(Source):
 
     def __init__(self, name: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
         self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image
+
+    def _keep_labels(self, labels: Sequence[int], classes: int | None = None) -> None:
+        """Keep the labels, and how many classes there are; none if a label is negative, as those of outliers are.
+
+        Raises:
+            InputError: `classes`, which the user gave, are too few.
+        """
+        self.targets = torch.tensor(labels, dtype=torch.int64)
+        found = max(labels) + 1 if min(labels) >= 0 else 0
+        self.num_classes = found and (classes or found)
+        if self.num_classes < found:
+            raise InputError(f"classes must be at least {found} for {self.name}, got {classes}")
 
     @abstractmethod
     def _called(self, index: int, corruption: str | None, severity: int) -> str:
@@ -83,3 +96,19 @@ class Pictures(Source):
         stacked = torch.stack(images) if images else torch.empty(0, 3, side, side, dtype=torch.uint8)
         places = torch.tensor(kept, dtype=torch.int64)
         return Loaded(stacked, self.targets[places], places, len(chosen) - len(kept))
+
+
+def place_and_options(kind: str, rest: str, known: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """`PLACE:KEY=VALUE:...` -> the place and its options; `classes` and `streaming` are numbers.
+
+    Example:
+        >>> place_and_options("hf", "acme/photos:split=test:classes=10", ("split", "classes"))
+        ('acme/photos', {'split': 'test', 'classes': 10})
+    """
+    place, given = parse(rest)
+    for key, value in given.items():
+        if key not in known:
+            raise unknown(f"option of {kind} data", key, known)
+        if key in ("classes", "streaming"):
+            require_int(key, value, 1)
+    return place, given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import tarfile
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,15 +12,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from come.bench.data.decoding import MAX_BYTES
 from come.bench.data.listing import IMAGE_ENDINGS
-from come.bench.data.pictures import OnBadImage, Pictures
+from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import reason, require_regular
-from come.errors import ConfigError, InputError, require_int, shown, unknown
-from come.registry import parse
+from come.errors import ConfigError, InputError, shown
 
 OPTIONS = ("image", "label", "classes")
 """What may follow the shards, as KEY=VALUE."""
@@ -40,6 +38,15 @@ class ShardSource(Pictures):
     * label: the ending of the labels; by default cls, an integer, or else json.label, the field `label` of a JSON object
     * classes: how many there are; by default one more than the largest label
 
+    Example:
+        >>> import tempfile, webdataset
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with webdataset.TarWriter(f"{folder}/a.tar") as writer:
+        ...         _ = writer.write({"__key__": "0001", "png": Image.new("RGB", (8, 8)), "cls": 3})
+        ...     ShardSource("webdataset:mine", f"{folder}/*.tar", Preprocess(4, 4)).labels()
+        tensor([3])
+
     Args:
         name: the specification.
         rest: what follows "webdataset:".
@@ -53,12 +60,7 @@ class ShardSource(Pictures):
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
         super().__init__(name, preprocess, on_bad_image)
-        pattern, given = parse(rest)
-        for key in given:
-            if key not in OPTIONS:
-                raise unknown("option of webdataset data", key, OPTIONS)
-        if "classes" in given:
-            require_int("classes", given["classes"], 1)
+        pattern, given = place_and_options("webdataset", rest, OPTIONS)
         zoo = _package(name)
         self._samples: list[tuple[Path, str, Part]] = []
         """Of each, its shard, what it is called, and its picture."""
@@ -75,11 +77,7 @@ class ShardSource(Pictures):
                 labels.append(_label(shard, key, parts, str(given.get("label", ""))))
         if not labels:
             raise InputError(f"{name} has no samples; give shards with files such as 0001.jpg and 0001.cls in them")
-        self.targets = torch.tensor(labels, dtype=torch.int64)
-        found = max(labels) + 1 if min(labels) >= 0 else 0
-        self.num_classes = found and given.get("classes", found)
-        if self.num_classes < found:
-            raise InputError(f"classes must be at least {found} for {name}, got {self.num_classes}")
+        self._keep_labels(labels, given.get("classes"))
 
     def _called(self, index: int, corruption: str | None, severity: int) -> str:
         return self._samples[index][1]
@@ -104,8 +102,8 @@ def _shards(pattern: str) -> list[Path]:
 
     found: list[Path] = []
     try:
-        for one in islice(braceexpand(str(Path(pattern).expanduser()), escape=False), MAX_SHARDS + 1):
-            found += map(Path, [one] if Path(one).exists() or not glob.has_magic(one) else sorted(glob.glob(one)))
+        for one in islice(braceexpand(os.path.expanduser(pattern), escape=False), MAX_SHARDS + 1):
+            found += map(Path, [one] if os.path.exists(one) or not glob.has_magic(one) else sorted(glob.glob(one)))
     except ValueError as error:
         raise ConfigError(f"braces in {shown(pattern)} must be closed, as in photos-{{000..003}}.tar") from error
     if not 0 < len(found) <= MAX_SHARDS:
