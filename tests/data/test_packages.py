@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import shlex
 import sys
@@ -163,6 +164,20 @@ def test_places_that_hold_no_data(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(come.InputError, match=message):
             open_source(f"hf:{place}", SMALL)
+
+
+def test_data_of_the_hub_that_is_in_the_cache_is_used_without_the_network(saved):
+    datasets.load_dataset("parquet", data_files={"test": str(saved / "photos.parquet")})
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    (made,) = cache.glob("parquet/*/*/*/dataset_info.json")
+    place = cache / "acme___photos" / "default" / "0.0.0" / "0123"
+    place.parent.mkdir(parents=True)
+    made.parent.rename(place)
+    (place / "parquet-test.arrow").rename(place / "photos-test.arrow")
+    about = (place / "dataset_info.json").read_text()
+    config = json.loads(about)["config_name"]
+    (place / "dataset_info.json").write_text(about.replace(config, "default").replace('"parquet"', '"photos"'))
+    assert open_source("hf:acme/photos", SMALL).labels().tolist() == LABELS
 
 
 def test_the_hub_says_no(monkeypatch):

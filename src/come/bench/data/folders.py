@@ -54,7 +54,7 @@ class Files(Pictures):
         """Of the list of images."""
         try:
             return read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a ~user who is not there
             raise InputError(
                 f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
             ) from error
