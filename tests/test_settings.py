@@ -45,8 +45,8 @@ def streams(name, outliers_size=None, **changes):
 
 def test_names_in_the_papers_order():
     assert settings.names() == [
-        "standard", "lifelong", "open-world", "imbalanced", "mixed", "in-distribution", "gradual", "changing", "recurring",
-        "small-batches",
+        "standard", "lifelong", "open-world", "imbalanced", "mixed", "in-distribution", "natural", "gradual", "changing",
+        "recurring", "small-batches",
     ]  # fmt: skip
 
 

@@ -8,17 +8,13 @@ import threading
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from drawing import picture
 
 import come
 from come.bench.data import Account, DatasetSource, GlyphSource, Preprocess, Stream, batches, open_source
 from come.corruptions import corrupt
 
 SMALL = Preprocess(size=32, resize=36)
-
-
-def picture(seed, size=(40, 48)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
 @pytest.fixture

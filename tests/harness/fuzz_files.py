@@ -602,7 +602,12 @@ SPECS = (
     "torchvision:ImageFolder:..", "torchvision:LSUN:.",
     "torchvision:FakeData", "torchvision:__init__", "torchvision:Kinetics:/tmp", "torchvision:EMNIST:x", "imagenet-c:\0",
     "imagenet-c:" + "x" * 300, "cifar10-c:\0", "cifar100-c:..", "tiny-imagenet:" + "x" * 5000, "http://example.org/x",
-    "unknown:x",
+    "unknown:x", "imagenet:..", "imagenet-r:\0", "openood:..", "openood:..:list=\0", "openood:..:list=/dev/zero",
+    "webdataset:\0", "webdataset:{", "webdataset:..", "webdataset:x{1..3}:classes=x", "webdataset:pipe:ls", "hf:\0", "hf:..",
+    "hf:.:split=\0",
+)  # fmt: skip
+KINDS_OF_DATA = (
+    "folder", "glyphs", "glyph-outliers", "torchvision", "imagenet-c", "cifar10-c", "imagenet", "openood", "webdataset", "x",
 )  # fmt: skip
 MODELS = (
     "", ":", "glyphs-vit", "timm:", "timm:..", "timm:hf-hub:x/y", "timm:test_resnet.nonsense", "timm:\0", "torchvision:",
@@ -613,7 +618,7 @@ specs = st.one_of(
     st.tuples(
         st.just("data"),
         st.tuples(
-            st.sampled_from(("folder", "glyphs", "glyph-outliers", "torchvision", "imagenet-c", "cifar10-c", "x")),
+            st.sampled_from(KINDS_OF_DATA),
             st.sampled_from(TEXTS) | st.text(max_size=10) | st.integers().map(str),
         ).map(":".join),
     ),

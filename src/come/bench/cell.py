@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Set
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -157,11 +158,13 @@ class Cell(Knobs):
     """Digest of the manifests that are replayed, if any."""
     weights: Text | None = None
     """Digest of the model's weights, which may change under its name; None for the embedded models."""
+    images: Text | None = None
+    """Digest of the data, which may change under its name; None where it says none, see `Source.digest`."""
 
     @property
     def key(self) -> str:
         """Sixteen hexadecimal digits that name this configuration and no other."""
-        return digest(self)[:16]
+        return digest(self, leave_out=set() if self.images else {"images"})[:16]
 
     @property
     def base(self) -> str:
@@ -191,9 +194,10 @@ class Cell(Knobs):
         return 5 if self.severity is None else self.severity
 
 
-def digest(described: Description) -> str:
+def digest(described: Description, leave_out: Set[str] = frozenset()) -> str:
     """64 hexadecimal digits that follow from the values alone."""
-    return hashlib.sha256(json.dumps(described.model_dump(), sort_keys=True).encode()).hexdigest()
+    values = described.model_dump(exclude=set(leave_out))
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def spelled(name: str) -> str:

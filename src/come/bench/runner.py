@@ -35,6 +35,7 @@ from come.bench.plan import Plan
 from come.bench.protocols import Outcome, Protocol
 from come.bench.record import Failure, Record, Rows
 from come.bench.settings import Episode
+from come.bench.subset import restricted
 from come.bench.together import automatic_streams, bundle_key, bundles, given, own, run_together
 from come.errors import ComeError, ConfigError, InputError, ModelError, require, require_int
 from come.fleet import Fleet
@@ -47,6 +48,8 @@ FEW = 2**26
 """Bytes of source images that are kept for the next method that asks for them."""
 WORTH = {"cpu": 20_000, "cuda": 1_000_000}
 """Forward passes of a sample that are worth a process of their own, which takes seconds to start."""
+IMAGENET = 1000
+"""Classes of a model that can be restricted to some of them, see `Source.subset`."""
 WORKERS = 256
 """Threads that decode images, at most."""
 
@@ -244,7 +247,12 @@ class Bench:
         )
         embedded = plan.model in models.GLYPHS
         weights = None if embedded else (self._weights_sha256 or models.fingerprint(self._model.module))[:16]
-        found = {"replay": replay, "weights": weights}
+        found = {"replay": replay, "weights": weights, "images": self._source.digest()}
+        self.restricted = 0
+        """To how many of its classes the model is restricted; 0 if it is not."""
+        if self._source.num_classes != self._model.num_classes and self._source.subset:
+            self._model = restricted(self._model, self._source.subset)
+            self.restricted = self._model.num_classes
         cells = [cell.model_copy(update=found) for cell in plan.cells(len(self._source))]
         replayed = [cell for cell in cells if any(s.outliers == cell.outliers for s in streams)]
         self.planned = self.cells = replayed or cells
@@ -325,7 +333,12 @@ class Bench:
 
     def _check_data(self) -> None:
         plan, source, model = self.plan, self._source, self._model
-        if source.num_classes != model.num_classes:
+        for severity in self._severities:
+            source.require(plan.corruptions or (), severity)
+        if not source.num_classes:
+            raise InputError(f"{source.name} has no labels, so it can only be given as --outliers; choose other --data")
+        within = source.subset is not None and model.num_classes == IMAGENET
+        if source.num_classes != model.num_classes and not within:
             raise InputError(
                 f"{source.name} has {source.num_classes} classes, {model.name} has {model.num_classes}; choose a model and "
                 "data that belong together"
@@ -336,8 +349,6 @@ class Bench:
             raise InputError(
                 f"{source.name} holds corrupted images only; the {plan.setting} setting needs clean ones: folder:PATH"
             )
-        for severity in self._severities:
-            source.require(plan.corruptions or (), severity)
         if any("source" in get_method(name.partition(":")[0]).hyperparameters() for name in plan.methods):
             self._clean = self._open(plan.source_data) if plan.source_data else source
             self._clean.source_images(1)

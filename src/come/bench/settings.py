@@ -134,10 +134,22 @@ def _open_world(cell: Cell, source: Source, outliers: Source | None) -> Iterator
             shifts=((corruption, cell.level),),
             kinds=tuple(kind for _, kind in pairs),
             seed=cell.seed,
-            domain=prefix + cell.outliers.rpartition(":")[2].rstrip("/").rpartition("/")[2],
+            domain=prefix + short(cell.outliers),
             outliers=cell.outliers,
         )
         yield Episode(stream, reset=True)
+
+
+def short(spec: str) -> str:
+    """What data is called in a table: by its list of images, else by its folder or name.
+
+    >>> short("folder:/data/textures/"), short("openood:/data:list=lists/test_ninco.txt"), short("hf:acme/cats:split=test")
+    ('textures', 'test_ninco', 'cats')
+    """
+    parts = spec.split(":")
+    lists = [part.removeprefix("list=").removesuffix(".txt") for part in parts if part.startswith("list=")]
+    named = lists or [part for part in parts if "=" not in part]
+    return named[-1].rstrip("/").rpartition("/")[2] or spec
 
 
 def _mixture(inside: int, outside: int, ratio: float) -> tuple[int, int]:
@@ -189,6 +201,10 @@ def _in_distribution(cell: Cell, source: Source, outliers: Source | None) -> Ite
 
 
 # ---- beyond the paper ----
+
+
+def _natural(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
+    yield Episode(_shuffled(cell, None, short(cell.data)), reset=True)
 
 
 def _gradual(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
@@ -270,6 +286,8 @@ for _setting in (
     Setting("mixed", "all corruptions in one shuffled stream", _mixed, ""),
     Setting("in-distribution", "clean images", _in_distribution, "", corruptions=(),
             ignores=frozenset({"corruptions", "severity"})),
+    Setting("natural", "images that are shifted already, as they are: ImageNet-R, photos of your own", _natural, "",
+            corruptions=(), ignores=frozenset({"corruptions", "severity"})),
     Setting("gradual", "severity 1 to 5 and back within each, never reset", _gradual, "", NO_RECOVERY,
             ignores=frozenset({"severity"})),
     Setting("changing", "each corruption fades into the next, never reset", _changing, "", NO_RECOVERY),

@@ -131,7 +131,7 @@ def bench(
     if shard:  # with what the others have done so far
         records = [record for cell in watched.planned if (record := folder.record(cell)) is not None]
     if records:
-        title = f"{plan.model} on {plan.data}, {plan.setting}, severity {plan.severity}, accuracy (%)"
+        title = f"{plan.model} on {plan.data}, {plan.setting}{_severity(plan)}, accuracy (%)"
         show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
     over = {cell.key for cell in (*watched.cells, *(r.cell for r in records))}
     missing = [c.title for c in watched.planned if c.key not in over and c.method not in watched.refused]
@@ -165,12 +165,17 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
     say_refused(console, bench.refused)
     check_space(folder, cells)
     plan = bench.plan
+    within = f" restricted to {bench.restricted} classes" if bench.restricted else ""
     samples = sum(len(episode.stream) for cell in cells for episode in bench.episodes(cell))
     console.print(
-        f"{len(cells)} cells, {samples} samples in all, {plan.model} on {plan.data}, severity {plan.severity}, batch "
+        f"{len(cells)} cells, {samples} samples in all, {plan.model}{within} on {plan.data}{_severity(plan)}, batch "
         f"{plan.batch_size}; would be written to {folder}, about {samples * BYTES / 2**20:.1f} MB of rows",
         markup=False,
     )
+
+
+def _severity(plan: Plan) -> str:
+    return f", severity {plan.severity}" if plan.corruptions else ""
 
 
 def add(app: typer.Typer) -> None:

@@ -2,11 +2,16 @@
 
 from come.bench.data.cifar import CifarCSource
 from come.bench.data.embedded import GlyphOutlierSource, GlyphSource
-from come.bench.data.folders import FolderSource, ImageNetCSource, OnBadImage
+from come.bench.data.folders import FolderSource, ImageNetCSource
 from come.bench.data.glyphs import GlyphOutliers, Glyphs
+from come.bench.data.huggingface import HuggingFaceSource
+from come.bench.data.imagenet import ImageNetSource
 from come.bench.data.loading import Account, Batch, batches
 from come.bench.data.opening import open_source
+from come.bench.data.openood import OpenOODSource
+from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
+from come.bench.data.shards import ShardSource
 from come.bench.data.source import DatasetSource, Loaded, Source
 from come.bench.data.streams import Stream
 from come.bench.data.torchvision_sets import TorchvisionSource
@@ -21,10 +26,14 @@ __all__ = [
     "GlyphOutliers",
     "GlyphSource",
     "Glyphs",
+    "HuggingFaceSource",
     "ImageNetCSource",
+    "ImageNetSource",
     "Loaded",
     "OnBadImage",
+    "OpenOODSource",
     "Preprocess",
+    "ShardSource",
     "Source",
     "Stream",
     "TorchvisionSource",

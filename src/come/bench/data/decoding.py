@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ MAX_BYTES = 8 * MAX_PIXELS
 """Of an image file: eight bytes a pixel, as uncompressed RGBA of 16 bits has."""
 
 
-def decode(path: Path, preprocess: Preprocess) -> Tensor:
-    """The picture in a file -> (3, size, size) uint8; raises whatever the decoder met in the file.
+def decode(file: Path | bytes, preprocess: Preprocess) -> Tensor:
+    """The picture in a file, or in its bytes -> (3, size, size) uint8; raises whatever the decoder met there.
 
     Example:
         >>> import tempfile
@@ -33,10 +34,11 @@ def decode(path: Path, preprocess: Preprocess) -> Tensor:
         ...     decode(Path(folder) / "a.png", Preprocess(4, 4)).shape
         torch.Size([3, 4, 4])
     """
-    if (found := path.stat().st_size) > MAX_BYTES:
+    if (found := len(file) if isinstance(file, bytes) else file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"the file has {found} bytes, more than {MAX_BYTES}")
     try:
-        with quiet(), Image.open(path, formats=FORMATS) as picture:  # reads the header only
+        opened = BytesIO(file) if isinstance(file, bytes) else file
+        with quiet(), Image.open(opened, formats=FORMATS) as picture:  # reads the header only
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"it declares {width} x {height} pixels, more than {MAX_PIXELS}")

@@ -5,35 +5,31 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
-from torch import Tensor
 
-from come.bench.data.decoding import decode
 from come.bench.data.listing import IMAGE_ENDINGS, data_folder, images_below, stay_inside, subfolders
+from come.bench.data.pictures import OnBadImage, Pictures
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import read_regular, reason
-from come.bench.data.source import Loaded, Source
 from come.corruptions import names as corruption_names
 from come.errors import InputError
 
-OnBadImage = Literal["raise", "skip"]
 LIST = ":list="
 """Between a folder and a file that lists the images to use."""
 LONGEST_LIST = 2**28
 """Bytes of such a file."""
 
 
-class _Files(Source):
-    """Pictures in files, decoded when they are asked for."""
+class Files(Pictures):
+    """Pictures in files."""
 
-    files: list[tuple[Path, int]]
-    """Of each sample, its file and its label."""
+    files: list[Path]
+    """Of each sample."""
     classes: list[str]
 
     def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage) -> None:
-        self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image
+        super().__init__(name, preprocess, on_bad_image)
         path, _, self._list = path.partition(LIST)
         self.root = data_folder(path)
 
@@ -41,25 +37,33 @@ class _Files(Source):
     def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
         """Where a file of `files` is."""
 
-    def __len__(self) -> int:
-        """Number of samples; of one corruption, where the files hold some."""
-        return len(self.files)
+    def _called(self, index: int, corruption: str | None, severity: int) -> str:
+        return str(self._path(self.files[index], corruption, severity))
+
+    def _encoded(self, index: int, corruption: str | None, severity: int) -> Path:
+        path = self._path(self.files[index], corruption, severity)
+        stay_inside(path, self.root)
+        return path
 
     def names(self) -> list[str]:
         """Class and file of each sample, `n01440764/ILSVRC2012_val_00000293.JPEG`."""
-        return [f"{self.classes[label]}/{file.name}" for file, label in self.files]
+        labels = self.targets.tolist()
+        return [f"{self.classes[label]}/{file.name}" for file, label in zip(self.files, labels, strict=True)]
+
+    def _lines(self) -> list[str]:
+        """Of the list of images."""
+        try:
+            return read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a ~user who is not there
+            raise InputError(
+                f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
+            ) from error
 
     def _keep_listed(self) -> None:
         """Leave out what the list does not name, if there is one; its order does not matter."""
         if not self._list:
             return
-        try:
-            wanted = set(read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()) - {""}
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
-            ) from error
-        names = self.names()
+        wanted, names = set(self._lines()) - {""}, self.names()
         if missing := sorted(wanted.difference(names)):
             raise InputError(
                 f"{self._list} lists {len(wanted)} images, {len(missing)} of which are not in {self.root}, such as "
@@ -67,36 +71,11 @@ class _Files(Source):
             )
         if not wanted:
             raise InputError(f"the list of images {self._list} is empty; each line must be CLASS/FILE")
-        self.files = [pair for pair, name in zip(self.files, names, strict=True) if name in wanted]
-
-    def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64; no picture is read for them."""
-        return torch.tensor([label for _, label in self.files])
-
-    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Decode; a file that cannot be is named in an error, or skipped and counted."""
-        images, labels, kept, bad = [], [], [], 0
-        for index in self._known(indices):
-            file, label = self.files[index]
-            path = self._path(file, corruption, severity)
-            try:
-                stay_inside(path, self.root)
-                images.append(decode(path, self.preprocess))
-            except Exception as error:  # decoders raise whatever they met in the file
-                if self.on_bad_image == "raise":
-                    raise InputError(
-                        f"cannot read {path}: {reason(error)}; fix or remove it, or pass --on-bad-image skip"
-                    ) from error
-                bad += 1
-                continue
-            labels.append(label)
-            kept.append(index)
-        side = self.preprocess.size
-        stacked = torch.stack(images) if images else torch.empty(0, 3, side, side, dtype=torch.uint8)
-        return Loaded(stacked, torch.tensor(labels, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64), bad)
+        chosen = [i for i, name in enumerate(names) if name in wanted]
+        self.files, self.targets = [self.files[i] for i in chosen], self.targets[chosen]
 
 
-class FolderSource(_Files):
+class FolderSource(Files):
     """`PATH/<class>/<image>`: classes are the subfolders in sorted order.
 
     `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class. `PATH:list=FILE` uses the
@@ -118,18 +97,24 @@ class FolderSource(_Files):
         self.num_classes = len(self.classes)
         if not self.classes:
             raise InputError(f"{self.root} has no subfolders; it must hold one folder of images per class")
-        self.files = [(file, k) for k, name in enumerate(self.classes) for file in images_below(self.root / name)]
+        self._check_classes()
+        found = [images_below(self.root / name) for name in self.classes]
+        self.files = [file for files in found for file in files]
+        self.targets = torch.tensor([k for k, files in enumerate(found) for _ in files], dtype=torch.int64)
         if not self.files:
             raise InputError(
                 f"{self.root} has {self.num_classes} class folders but no image in them ({', '.join(IMAGE_ENDINGS)})"
             )
         self._keep_listed()
 
+    def _check_classes(self) -> None:
+        """Raise `InputError` if `classes` are not what they must be; nothing in their folders has been looked at."""
+
     def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
         return file
 
 
-class ImageNetCSource(_Files):
+class ImageNetCSource(Files):
     """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`, or `imagenet-c:PATH:list=FILE`.
 
     The samples are those of the first corruption, at its highest severity.
@@ -150,7 +135,7 @@ class ImageNetCSource(_Files):
         place = self.root / first / str(self.severities[first][-1])
         layout = FolderSource(name, str(place), preprocess)
         self.classes, self.num_classes = layout.classes, layout.num_classes
-        self.files = [(file.relative_to(place), label) for file, label in layout.files]
+        self.files, self.targets = [file.relative_to(place) for file in layout.files], layout.targets
         self._keep_listed()
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:

@@ -7,8 +7,13 @@ from typing import NamedTuple, get_args
 
 from come.bench.data.cifar import CifarCSource
 from come.bench.data.embedded import MAX_IMAGES, SIZE, GlyphOutlierSource, GlyphSource
-from come.bench.data.folders import FolderSource, ImageNetCSource, OnBadImage
+from come.bench.data.folders import FolderSource, ImageNetCSource
+from come.bench.data.huggingface import HuggingFaceSource
+from come.bench.data.imagenet import SHIFTED, ImageNetSource
+from come.bench.data.openood import OpenOODSource
+from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
+from come.bench.data.shards import ShardSource
 from come.bench.data.source import Source
 from come.bench.data.torchvision_sets import TorchvisionSource
 from come.errors import InputError, unknown
@@ -45,11 +50,36 @@ KINDS: dict[str, Kind] = {
     "imagenet-c": Kind(
         "imagenet-c:PATH", "the published layout corruption/severity/class/image; also PATH:list=FILE", ImageNetCSource
     ),
+    "imagenet": Kind(
+        "imagenet:PATH",
+        "folders named n01440764 or 0 to 999, any of the 1,000 classes: a model of 1,000 answers with those only",
+        ImageNetSource,
+    ),
+    **{
+        kind: Kind(f"{kind}:PATH", f"the same, with its {classes:,} classes; for --setting natural", ImageNetSource)
+        for kind, classes in SHIFTED.items()
+    },
+    "openood": Kind(
+        "openood:PATH:list=FILE",
+        "a list of OpenOOD, `path label` a line, of images in PATH; for --outliers",
+        OpenOODSource,
+    ),
     "cifar10-c": Kind(
         "cifar10-c:PATH", "the published .npy files, 10 classes", lambda name, rest, *_: CifarCSource(name, rest, 10)
     ),
     "cifar100-c": Kind(
         "cifar100-c:PATH", "the published .npy files, 100 classes", lambda name, rest, *_: CifarCSource(name, rest, 100)
+    ),
+    "hf": Kind(
+        "hf:NAME",
+        "a data set of the Hugging Face Hub, a folder or a parquet file; also NAME:split=S:image=COLUMN:label=COLUMN, "
+        ":streaming=N for its first N",
+        HuggingFaceSource,
+    ),
+    "webdataset": Kind(
+        "webdataset:SHARDS",
+        "tar files, photos-{000..003}.tar, with jpg or png and cls or json; also SHARDS:label=json.FIELD:classes=N",
+        ShardSource,
     ),
     "torchvision": Kind(
         "torchvision:NAME[:ROOT]",

@@ -42,6 +42,8 @@ class Source(ABC):
     """Of each corruption in `holds`, those that are there."""
     at_hand: bool = False
     """Whether images are in memory already, or mapped: nothing is gained by keeping them once more."""
+    subset: tuple[int, ...] | None = None
+    """Which of ImageNet's 1,000 classes its classes are, in order; None for other classes."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -64,6 +66,10 @@ class Source(ABC):
                     f"{self.name} does not hold {name} of severity {severity}; of {name} it holds "
                     f"{', '.join(map(str, there)) or 'none'}"
                 )
+
+    def digest(self) -> str | None:
+        """16 hex digits that follow from what it holds, which may change under its name; None where nobody looks."""
+        return None
 
     def names(self) -> list[str]:
         """What the samples are called, where they are files; else empty."""

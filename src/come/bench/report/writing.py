@@ -114,4 +114,5 @@ def _protocol(outcome: Outcome) -> tuple[str, str]:
 
 def about(records: Sequence[Record]) -> str:
     """What was run, in a line, behind the model and the data."""
-    return f"{records[0].cell.setting} setting, severity {records[0].cell.level}"
+    cell = records[0].cell
+    return f"{cell.setting} setting{f', severity {cell.level}' if cell.corruptions else ''}"

@@ -1,0 +1,57 @@
+"""The image lists of OpenOOD: a text file with a path and a label in each line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from come.bench.data.folders import Files
+from come.bench.data.pictures import OnBadImage
+from come.bench.data.preprocess import Preprocess
+from come.errors import InputError, shown
+
+
+class OpenOODSource(Files):
+    """`openood:PATH:list=FILE`: the images in the folder PATH that a file of `benchmark_imglist` names, `path label` a line.
+
+    Labels of -1 mark outliers. A list with a negative label has no classes, and serves as `--outliers`.
+
+    Example:
+        >>> import tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Image.new("RGB", (8, 8)).save(Path(folder) / "a.png")
+        ...     _ = (Path(folder) / "test.txt").write_text("a.png 3\\n")
+        ...     source = OpenOODSource("openood:mine", f"{folder}:list={folder}/test.txt", Preprocess(4, 4))
+        >>> source.num_classes, source.names(), source.labels()
+        (4, ['a.png'], tensor([3]))
+    """
+
+    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
+        super().__init__(name, path, preprocess, on_bad_image)
+        if not self._list:
+            raise InputError(f"data {name!r} lacks its list; write openood:PATH:list=FILE")
+        self.files, labels = [], []
+        for number, line in enumerate(self._lines(), 1):
+            if not line.strip():
+                continue
+            file, _, label = line.strip().rpartition(" ")
+            if not file or not label.removeprefix("-").isdecimal() or len(label) > 9:
+                raise InputError(f"line {number} of {self._list} must be a path and a label, got {shown(line)}")
+            self.files.append(Path(file))
+            labels.append(int(label))
+        if not labels:
+            raise InputError(f"the list of images {self._list} is empty; each line must be a path and a label")
+        if missing := [file for file in self.files if not os.path.isfile(self.root / file)]:
+            raise InputError(
+                f"{self._list} lists {len(labels)} images, {len(missing)} of which are not in {self.root}, such as "
+                f"{str(missing[0])!r}; give the folder that these paths begin in"
+            )
+        self._keep_labels(labels)
+
+    def names(self) -> list[str]:
+        """The paths of the list."""
+        return [str(file) for file in self.files]
+
+    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
+        return self.root / file

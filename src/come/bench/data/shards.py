@@ -1,0 +1,177 @@
+"""WebDataset shards: tar files in which the files of a sample stand next to each other and share a name."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from come.bench.data.decoding import MAX_BYTES
+from come.bench.data.listing import IMAGE_ENDINGS
+from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
+from come.bench.data.preprocess import Preprocess
+from come.bench.data.reading import reason, require_regular
+from come.errors import ConfigError, InputError, shown
+
+OPTIONS = ("image", "label", "classes")
+"""What may follow the shards, as KEY=VALUE."""
+MAX_SHARDS = 100_000
+MAX_LABEL = 2**20
+"""Bytes of a file with a label."""
+
+Part = tuple[int, int]
+"""Where a file of a sample begins in its shard, and how many bytes it has."""
+
+
+class ShardSource(Pictures):
+    """`webdataset:SHARDS`: local tar files, `photos-{000..003}.tar` or `photos-*.tar`; nothing in them is executed.
+
+    Their headers are read once, each picture when it is asked for. Options follow, as in "webdataset:a.tar:label=json.breed":
+
+    * image: the ending of the pictures; by default any of jpg, png, ...
+    * label: the ending of the labels; by default cls, an integer, or else json.label, the field `label` of a JSON object
+    * classes: how many there are; by default one more than the largest label
+
+    Example:
+        >>> import tempfile, webdataset
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with webdataset.TarWriter(f"{folder}/a.tar") as writer:
+        ...         _ = writer.write({"__key__": "0001", "png": Image.new("RGB", (8, 8)), "cls": 3})
+        ...     ShardSource("webdataset:mine", f"{folder}/*.tar", Preprocess(4, 4)).labels()
+        tensor([3])
+
+    Args:
+        name: the specification.
+        rest: what follows "webdataset:".
+        preprocess: makes squares of the pictures.
+        on_bad_image: "raise" or "skip".
+
+    Raises:
+        ConfigError: `webdataset` is missing, or there is no such option.
+        InputError: there are no such shards, or they cannot be read.
+    """
+
+    def __init__(self, name: str, rest: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
+        super().__init__(name, preprocess, on_bad_image)
+        pattern, given = place_and_options("webdataset", rest, OPTIONS)
+        zoo = _package(name)
+        self._samples: list[tuple[Path, str, Part]] = []
+        """Of each, its shard, what it is called, and its picture."""
+        labels = list[int]()
+        for shard in _shards(pattern):
+            for key, parts in _read(zoo, shard):
+                image = _image(parts, given.get("image"))
+                if image is None:
+                    raise InputError(
+                        f"sample {shown(key)} of {shard} must have one picture ({given.get('image') or 'jpg, png, ...'}), got "
+                        f"{', '.join(parts)}; name its ending with image=ENDING"
+                    )
+                self._samples.append((shard, f"{shard}/{key}.{image}", parts[image]))
+                labels.append(_label(shard, key, parts, str(given.get("label", ""))))
+        if not labels:
+            raise InputError(f"{name} has no samples; give shards with files such as 0001.jpg and 0001.cls in them")
+        self._keep_labels(labels, given.get("classes"))
+
+    def _called(self, index: int, corruption: str | None, severity: int) -> str:
+        return self._samples[index][1]
+
+    def _encoded(self, index: int, corruption: str | None, severity: int) -> bytes:
+        shard, _, part = self._samples[index]
+        return _bytes(shard, part, MAX_BYTES)
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module("webdataset.tariterators")
+    except ImportError as error:
+        raise ConfigError(
+            f'{name} needs webdataset, which is missing; install it with: pip install "come-tta[data]"'
+        ) from error
+
+
+def _shards(pattern: str) -> list[Path]:
+    """The files that a pattern names, in its order."""
+    from braceexpand import braceexpand
+
+    found: list[Path] = []
+    try:
+        for one in islice(braceexpand(os.path.expanduser(pattern), escape=False), MAX_SHARDS + 1):
+            found += map(Path, [one] if os.path.exists(one) or not glob.has_magic(one) else sorted(glob.glob(one)))
+    except ValueError as error:
+        raise ConfigError(f"braces in {shown(pattern)} must be closed, as in photos-{{000..003}}.tar") from error
+    if not 0 < len(found) <= MAX_SHARDS:
+        raise InputError(
+            f"{shown(pattern)} must name from 1 to {MAX_SHARDS} tar files, got {len(found)}; check the path"
+        )
+    for path in found:
+        try:
+            require_regular(path)
+        except OSError as error:
+            raise InputError(
+                f"cannot read the shard {path}: {reason(error)}; check the path, or download it again"
+            ) from error
+    return found
+
+
+def _read(zoo: Any, shard: Path) -> Iterator[tuple[str, dict[str, Part]]]:
+    """What the samples of a shard are called, and where their files are in it, by ending."""
+    try:
+        size, files = shard.stat().st_size, list[dict[str, Any]]()
+        with tarfile.open(shard, "r:") as archive:
+            for member in archive:
+                if member.offset_data + member.size > size:
+                    raise ValueError("it is cut off")
+                if member.isfile():
+                    files.append({"fname": member.name, "data": (member.offset_data, member.size), "__url__": ""})
+        for sample in zoo.group_by_keys(files):
+            yield sample["__key__"], {ending: part for ending, part in sample.items() if isinstance(part, tuple)}
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read the shard {shard}: {reason(error)}; give a tar file that is not compressed, or download it again"
+        ) from error
+
+
+def _image(parts: dict[str, Part], wanted: str | None) -> str | None:
+    """The ending of the picture of a sample, if there is just one."""
+    found = [ending for ending in parts if (f".{ending}" in IMAGE_ENDINGS if wanted is None else ending == wanted)]
+    return found[0] if len(found) == 1 else None
+
+
+def _label(shard: Path, key: str, parts: dict[str, Part], wanted: str) -> int:
+    """The label of a sample; -1 where there is none and none was asked for."""
+    ending, _, field = (wanted or ("cls" if "cls" in parts else "json.label")).partition(".")
+    if ending not in parts:
+        if not wanted:
+            return -1
+        raise InputError(
+            f"sample {shown(key)} of {shard} must have a label ({wanted}), got {', '.join(parts)}; name its ending with "
+            "label=ENDING"
+        )
+    try:
+        found: Any = json.loads(_bytes(shard, parts[ending], MAX_LABEL))
+        if field:
+            found = found.get(field) if isinstance(found, dict) else None
+        if type(found) is not int or not -1 <= found < 2**31:
+            raise ValueError(shown(found))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"the label of sample {shown(key)} of {shard} must be an integer in {ending}{field and f', field {field!r}'}, got "
+            f"{reason(error)}; name another with label=ENDING or label=json.FIELD"
+        ) from error
+    return found
+
+
+def _bytes(shard: Path, part: Part, limit: int) -> bytes:
+    begin, length = part
+    if length > limit:
+        raise ValueError(f"it has {length} bytes, more than {limit}")
+    with shard.open("rb") as file:
+        file.seek(begin)
+        return file.read(length)
