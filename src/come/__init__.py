@@ -26,6 +26,7 @@ from come.errors import (
     ModelError,
     RankError,
     StateError,
+    missing,
 )
 from come.fleet import Fleet
 from come.guard import Event, Guard
@@ -73,10 +74,7 @@ def __getattr__(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "come" or not _LATER[name]:
             raise
-        raise ModuleNotFoundError(
-            f'come.{name} needs {error.name}, which is missing; install it with: pip install "come-tta[{_LATER[name]}]"',
-            name=error.name,
-        ) from error
+        raise missing(f"come.{name}", error, _LATER[name]) from error
 
 
 def __dir__() -> list[str]:

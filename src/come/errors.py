@@ -153,6 +153,16 @@ def _similar(name: str, known: list[str]) -> list[str]:
     return [spelled[one] for one in best if alike[one] > alike[best[0]] - 0.1]
 
 
+def missing(what: str, error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    """Build the error for a package that is not installed, and say which extra brings it.
+
+    >>> print(missing("come.serve", ModuleNotFoundError(name="fastapi"), "serve"))
+    come.serve needs fastapi, which is missing; install it with: pip install "come-tta[serve]"
+    """
+    text = f'{what} needs {error.name}, which is missing; install it with: pip install "come-tta[{extra}]"'
+    return ModuleNotFoundError(text, name=error.name)
+
+
 def require(ok: bool, name: str, value: object, limit: str) -> None:
     """Raise a `ConfigError` for hyperparameter `name` unless `ok`.
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from come.abstain import Abstention, Promise
 from come.errors import StateError
-from come.files import replacing
+from come.files import replacing, unwritable
 from come.guard.watch import Watch
 from come.ranks import Ranks
 
@@ -206,9 +206,7 @@ def put(path: Path, data: bytes) -> None:
         with replacing(path) as beside:
             beside.write_bytes(data)
     except OSError as error:
-        raise StateError(
-            f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
-        ) from error
+        raise unwritable(path, error) from error
 
 
 def note_of(path: str | os.PathLike[str]) -> str:
