@@ -67,7 +67,7 @@ def test_other_names_are_no_attributes():
 # What each module may import of `come`: the arrows of docs/architecture.md. The core stands above `bench`.
 LAYERS = [
     ["errors"],
-    ["files", "locks", "meeting", "trees", "version"],
+    ["files", "hub", "locks", "meeting", "trees", "version"],
     ["registry", "inputs", "theory", "select", "optim", "heads", "images", "augment", "metrics"],
     ["stacked"],
     ["objectives", "batchnorm", "corruptions"],
@@ -80,6 +80,7 @@ LAYERS = [
     ["adapter"],
     ["fleet"],
     ["callbacks", "testing"],
+    ["integrations"],
     ["serve"],
     ["bench"],
     ["__main__"],
@@ -88,6 +89,7 @@ LAYERS = [
 OPTIONAL = {
     "methods/foa.py": {"cma", "numpy"},
     "corruptions/jpeg.py": {"numpy", "PIL"},
+    "hub.py": {"huggingface_hub"},
 }
 
 
@@ -108,7 +110,7 @@ def test_the_core_needs_torch_and_safetensors_only():
     ours = {*sys.stdlib_module_names, "come", "torch", "safetensors"}
     for file in SRC.rglob("*.py"):
         path = file.relative_to(SRC)
-        if path.parts[0] not in ("bench", "serve"):
+        if path.parts[0] not in ("bench", "integrations", "serve"):
             others = {module.partition(".")[0] for module in _imported(file)} - ours
             assert others <= OPTIONAL.get(path.as_posix(), set()), f"{path} imports {others}"
 

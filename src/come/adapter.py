@@ -641,13 +641,16 @@ class Adapter:
             self._now = saving.restored(self, saved)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the state to a safetensors file, whole or not at all; on several ranks the first one writes it."""
+        """Write the state to a safetensors file, whole or not at all; on several ranks the first one writes it.
+
+        hf://OWNER/REPOSITORY[@REVISION]/FILE is a file of a repository on the Hugging Face Hub, which must be there.
+        """
         if self.writes:
             with self._lock, untracked():
                 saving.save(self, path)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
+        """Continue from a file that `save` wrote, here or on the Hub; a file that does not fit changes nothing."""
         self.load_state_dict(saving.read(path, self.method.name))
 
     @untracked()

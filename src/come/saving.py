@@ -32,6 +32,7 @@ from come.abstain import Abstention, Promise
 from come.errors import StateError
 from come.files import replacing, unwritable
 from come.guard.watch import Watch
+from come.hub import Place
 from come.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -187,8 +188,11 @@ def _described(value: Any) -> Any:
 
 
 def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
-    """Write the state of `adapter` to `path`, atomically."""
-    put(Path(path), packed(adapter))
+    """Write the state of `adapter` to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
+    if (place := Place.of(path)) is not None:
+        place.upload(packed(adapter), f"State of {adapter.method.name} after {adapter.count} batches")
+    else:
+        put(Path(path), packed(adapter))
 
 
 def packed(adapter: Adapter, note: str = "") -> bytes:
@@ -220,8 +224,10 @@ def note_of(path: str | os.PathLike[str]) -> str:
 
 def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
     """The tensors in a file that `save` wrote, checked against its checksum."""
+    place = Place.of(path)
+    local = path if place is None else place.download()
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with safe_open(str(local), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
