@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -12,8 +15,10 @@ import open_clip
 import pytest
 import torch
 import torchmetrics
+from calling import call
 from huggingface_hub import errors as hub
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import save_file
 from torch import nn
 
 import come
@@ -122,7 +127,7 @@ def test_a_place_that_is_none(path):
 
 def test_the_hub_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModuleNotFoundError, match=r"hf:// needs huggingface_hub, .*: pip install huggingface_hub$"):
+    with pytest.raises(come.MissingError, match=r"hf:// needs huggingface_hub, .*: pip install huggingface_hub$"):
         come.adapt(tiny(), "tent").load("hf://acme/states/a.safetensors")
 
 
@@ -276,7 +281,7 @@ def test_logs_that_cannot_be_opened(monkeypatch):
         pass
     monkeypatch.setitem(sys.modules, "wandb", None)
     with (
-        pytest.raises(ModuleNotFoundError, match=r'wandb needs wandb, .*: pip install "come-tta\[log\]"$'),
+        pytest.raises(come.MissingError, match=r'wandb needs wandb, .*: pip install "come-tta\[log\]"$'),
         log.opened("wandb:x"),
     ):
         pass
@@ -284,12 +289,13 @@ def test_logs_that_cannot_be_opened(monkeypatch):
         come.callbacks.Scalars("runs")
 
 
-@pytest.mark.parametrize("name", ["lightning", "torchmetrics"])
-def test_a_missing_package_is_named(monkeypatch, name):
+@pytest.mark.parametrize("package", ["lightning.pytorch", "torchmetrics"])
+def test_a_missing_package_is_named(monkeypatch, package):
+    name = package.partition(".")[0]
     monkeypatch.delitem(sys.modules, f"come.integrations.{name}")
-    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        ModuleNotFoundError, match=rf'^come.integrations.{name} needs .*: pip install "come-tta\[lightning\]"$'
+        come.MissingError, match=rf'^come.integrations.{name} needs .*: pip install "come-tta\[lightning\]"$'
     ):
         import_module(f"come.integrations.{name}")
 
@@ -317,12 +323,16 @@ def test_an_image_classifier_of_transformers():
     assert torch.allclose(classifier.export()(pixel_values=images).logits, classifier.predict(images), atol=1e-6)
 
 
+VISION = {"image_size": 8, "layers": 2, "width": 16, "head_width": 8, "patch_size": 4}
+TEXT = {"context_length": 77, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1}
+
+
 def clip():
     torch.manual_seed(0)
     return open_clip.CLIP(
         embed_dim=8,
-        vision_cfg={"image_size": 8, "layers": 2, "width": 16, "head_width": 8, "patch_size": 4},
-        text_cfg={"context_length": 77, "vocab_size": 49408, "width": 8, "heads": 2, "layers": 1},
+        vision_cfg=VISION,
+        text_cfg=TEXT,
     ).eval()
 
 
@@ -342,3 +352,65 @@ def test_a_model_of_open_clip():
         zero_shot(model, tokenizer, "cat")
     with pytest.raises(come.ConfigError, match=r"templates must be sentences with \{\} in place of the name, got \['a"):
         zero_shot(model, tokenizer, classes, ["a photo"])
+
+
+def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
+    from come.bench import models
+
+    about = {"embed_dim": 8, "vision_cfg": VISION, "text_cfg": TEXT}
+    (tmp_path / "tiny-clip.json").write_text(json.dumps(about))
+    open_clip.add_model_config(tmp_path / "tiny-clip.json")
+    (tmp_path / "classes.txt").write_text("cat\ndog\nowl\n")
+    weights, spec = tmp_path / "weights.safetensors", f"open_clip:tiny-clip:classes={tmp_path}/classes.txt"
+    save_file({key: value.contiguous() for key, value in clip().state_dict().items()}, weights)
+    model, images = models.load(spec, checkpoint=weights), torch.randn(2, 3, 8, 8)
+    assert (model.num_classes, model.preprocess.size, model.preprocess.interpolation) == (3, 8, "bicubic")
+    expected = zero_shot(clip(), open_clip.SimpleTokenizer(), ["cat", "dog", "owl"])
+    assert torch.allclose(model.module(images), expected(images), atol=1e-4)
+    for given, message in {
+        "open_clip:tiny-clop": "no model of open_clip 'tiny-clop'; did you mean 'tiny-clip'",
+        "open_clip:tiny-clip": "needs the names of the classes: open_clip:tiny-clip:classes=FILE, a text file with a name",
+        f"{spec}x": "cannot read the classes of open_clip:.*: .*No such file",
+    }.items():
+        with pytest.raises(come.ConfigError, match=message):
+            models.load(given, checkpoint=weights)
+    with pytest.raises(
+        come.ModelError, match=r"needs weights: add :pretrained=TAG, one of .*, or give --checkpoint FILE"
+    ):
+        models.load(spec)
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(come.MissingError, match=r'needs open_clip, .*: pip install "come-tta\[clip\]"$'):
+        models.load(spec)
+
+
+# ---- the page ----
+
+
+@pytest.fixture(scope="module")
+def page():
+    return (ROOT / "docs" / "integrations.md").read_text()
+
+
+def test_the_examples_of_the_page(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Server(monkeypatch)
+    names = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(block, names)
+    expected = names["classifier"].predict(torch.ones(2, 3, 32, 32))
+    assert expected.shape == (2, 3)
+    assert {"model.pt2", "model.onnx", "state.safetensors", "runs"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_command_of_the_page(page, monkeypatch, capsys, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    (command,) = re.findall(r"```sh\ncome (.*?)\n```", page, flags=re.DOTALL)
+    code, out, err = call(monkeypatch, capsys, *shlex.split(command), "--jobs", "1")
+    assert code == 0, err
+    events = EventAccumulator(str(tmp_path / "runs" / "tb")).Reload()
+    (last,) = [event for event in events.Scalars("accuracy/tent-come-fog-seed-0") if event.step == 64]
+    assert f"{100 * last.value:.1f}" in out
+    code, _, err = call(monkeypatch, capsys, *shlex.split(command)[:-1], "mlflow")
+    assert (code, err.strip()) == (2, "error: log must be tensorboard:FOLDER or wandb:PROJECT, got 'mlflow'")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any, NamedTuple
 
-from come.errors import ComeError, ConfigError, StateError, shown
+from come.errors import ComeError, ConfigError, MissingError, StateError, shown
 
 SCHEME = "hf://"
 
@@ -69,7 +69,7 @@ def _hub() -> Any:
         import huggingface_hub
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
+        raise MissingError(
             f"{SCHEME} needs {error.name}, which is missing; install it with: pip install huggingface_hub",
             name=error.name,
         ) from error

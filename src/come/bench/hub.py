@@ -15,7 +15,7 @@ from torch import nn
 from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import hub_file
-from come.errors import ConfigError, ModelError, shown
+from come.errors import ModelError, missing, shown
 from come.hub import explained
 from come.registry import parse
 
@@ -32,15 +32,13 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
         checkpoint: a file with the weights in place of the pretrained ones.
 
     Raises:
-        ConfigError: transformers is missing.
+        MissingError: transformers is missing.
         ModelError: there is no such model, it cannot be read, or it is no image classifier.
     """
     try:
         zoo: Any = import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            f'{name} needs transformers, which is missing; install it with: pip install "come-tta[hf]"'
-        ) from error
+    except ModuleNotFoundError as error:
+        raise missing(name, error, "hf") from error
 
     place, given = parse(spec)
     state = None if checkpoint is None else read_weights(checkpoint)
@@ -65,9 +63,9 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
             raise ModelError(
                 f"transformers cannot make {name}: {first_line(error)}; name an image classifier, and arguments that it has"
             ) from error
-        if missing := sorted(found.get("missing_keys", ())):
+        if absent := sorted(found.get("missing_keys", ())):
             raise ModelError(
-                f"{name} has no weights for {', '.join(missing[:3])}; choose a model that is trained to classify images, or "
+                f"{name} has no weights for {', '.join(absent[:3])}; choose a model that is trained to classify images, or "
                 "give --checkpoint FILE"
             )
         try:
