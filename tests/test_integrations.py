@@ -1,7 +1,8 @@
-"""Other packages around an adapter: each with the real one."""
+"""Other packages around an adapter: each with the real one, imported in the process that runs these tests only."""
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 import shlex
@@ -10,11 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 import huggingface_hub
-import lightning.pytorch as pl
-import open_clip
 import pytest
 import torch
-import torchmetrics
 from calling import call
 from huggingface_hub import errors as hub
 from safetensors.torch import load as load_safetensors
@@ -24,17 +22,13 @@ from torch import nn
 import come
 from come import metrics
 from come.integrations import log
-from come.integrations import torchmetrics as ours
-from come.integrations.lightning import Adapt
 from come.integrations.open_clip import zero_shot
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{theirs}")
-    for theirs in (
-        ".*does not have many workers:UserWarning",  # advice of Lightning
-        "`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # Lightning with torch 2.15
-    )
+    pytest.mark.xdist_group("integrations"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),  # advice of Lightning
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),  # and torch 2.15
 ]
 
 
@@ -134,34 +128,44 @@ def test_the_hub_without_its_package(monkeypatch):
 # ---- Lightning ----
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = tiny()
-        self.metric = ours.AURC()
+@pytest.fixture(scope="module")
+def make():
+    import lightning.pytorch as pl
 
-    def forward(self, x):
-        return self.net(x)
+    from come.integrations.torchmetrics import AURC
 
-    def predict_step(self, batch):
-        return self(batch)
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = tiny()
+            self.metric = AURC()
 
-    def test_step(self, batch):
-        logits = self.net(batch)
-        if logits.isnan().any():
-            raise ValueError("no logits")
-        self.metric(logits, torch.zeros(len(logits), dtype=torch.int64))
-        self.log("aurc", self.metric)
+        def forward(self, x):
+            return self.net(x)
+
+        def predict_step(self, batch):
+            return self(batch)
+
+        def test_step(self, batch):
+            logits = self.net(batch)
+            if logits.isnan().any():
+                raise ValueError("no logits")
+            self.metric(logits, torch.zeros(len(logits), dtype=torch.int64))
+            self.log("aurc", self.metric)
+
+    return Net
 
 
 def trainer(*callbacks, **options):
+    from lightning.pytorch import Trainer
+
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    return pl.Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **(quiet | options))
+    return Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **(quiet | options))
 
 
 def loader(data):
@@ -170,8 +174,10 @@ def loader(data):
 
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("name", ["", "net"])
-def test_predictions_of_lightning_are_those_of_the_adapter(name, inference_mode):
-    net, data, callback = Net(), stream(), Adapt("tent", model=name, lr=0.1)
+def test_predictions_of_lightning_are_those_of_the_adapter(make, name, inference_mode):
+    from come.integrations.lightning import Adapt
+
+    net, data, callback = make(), stream(), Adapt("tent", model=name, lr=0.1)
     before = {key: value.clone() for key, value in net.state_dict().items()}
     classifier = come.adapt(tiny(), "tent", lr=0.1)
     answers = [classifier(x) for x in data]
@@ -185,10 +191,13 @@ def test_predictions_of_lightning_are_those_of_the_adapter(name, inference_mode)
     assert torch.equal(net.eval()(data[0]), tiny().eval()(data[0]))
 
 
-def test_lightning_tests_and_errors():
-    net, data, callback = Net(), stream(), Adapt("tent", model="net", lr=0.1)
+def test_lightning_tests_and_errors(make):
+    from come.integrations.lightning import Adapt
+    from come.integrations.torchmetrics import AURC
+
+    net, data, callback = make(), stream(), Adapt("tent", model="net", lr=0.1)
     (found,) = trainer(callback).test(net, loader(data), verbose=False)
-    classifier, metric = come.adapt(tiny(), "tent", lr=0.1), ours.AURC()
+    classifier, metric = come.adapt(tiny(), "tent", lr=0.1), AURC()
     for x in data:
         metric.update(classifier(x), torch.zeros(len(x), dtype=torch.int64))
     assert found["aurc"] == pytest.approx(metric.compute().item(), abs=1e-5)
@@ -205,6 +214,10 @@ def test_lightning_tests_and_errors():
 
 @pytest.mark.parametrize("objective", ["come", "em"])
 def test_metrics_are_those_of_come(objective):
+    import torchmetrics
+
+    from come.integrations import torchmetrics as ours
+
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(50, 4, generator=generator) * 3
     target = torch.randint(-1, 4, (50,), generator=generator)
@@ -233,6 +246,8 @@ def test_metrics_are_those_of_come(objective):
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 def test_metrics_of_nothing_and_a_wrong_coverage():
+    from come.integrations import torchmetrics as ours
+
     assert ours.FPR().compute() == 0
     with pytest.raises(come.ConfigError, match=r"coverage must be in \(0, 1\], got 2"):
         ours.AbstentionAccuracy(2)
@@ -292,7 +307,7 @@ def test_logs_that_cannot_be_opened(monkeypatch):
 @pytest.mark.parametrize("package", ["lightning.pytorch", "torchmetrics"])
 def test_a_missing_package_is_named(monkeypatch, package):
     name = package.partition(".")[0]
-    monkeypatch.delitem(sys.modules, f"come.integrations.{name}")
+    monkeypatch.delitem(sys.modules, f"come.integrations.{name}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         come.MissingError, match=rf'^come.integrations.{name} needs .*: pip install "come-tta\[lightning\]"$'
@@ -328,6 +343,8 @@ TEXT = {"context_length": 77, "vocab_size": 49408, "width": 8, "heads": 2, "laye
 
 
 def clip():
+    import open_clip
+
     torch.manual_seed(0)
     return open_clip.CLIP(
         embed_dim=8,
@@ -337,6 +354,8 @@ def clip():
 
 
 def test_a_model_of_open_clip():
+    import open_clip
+
     model, tokenizer, images = clip(), open_clip.SimpleTokenizer(), torch.randn(6, 3, 8, 8)
     classes = ["cat", "dog", "owl"]
     found = zero_shot(model, tokenizer, classes, ["a photo of a {}."])
@@ -355,6 +374,8 @@ def test_a_model_of_open_clip():
 
 
 def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
+    import open_clip
+
     from come.bench import models
 
     about = {"embed_dim": 8, "vision_cfg": VISION, "text_cfg": TEXT}
@@ -383,7 +404,13 @@ def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
         models.load(spec)
 
 
-# ---- the page ----
+# ---- the page, and the examples in the docstrings ----
+
+
+@pytest.mark.parametrize("name", ["lightning", "log", "open_clip", "torchmetrics"])
+def test_the_examples_in_the_docstrings(name):
+    failed, tried = doctest.testmod(import_module(f"come.integrations.{name}"))
+    assert (failed, tried > 0) == (0, True)
 
 
 @pytest.fixture(scope="module")
