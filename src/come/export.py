@@ -129,7 +129,7 @@ def check(path: Path, example: Inputs | None) -> None:
             f"example must be a batch of 2 or more samples, got {example.size}; with one the size of a batch would be fixed"
         )
     if path.suffix == ".onnx":
-        if not hasattr(torch.onnx, "ONNXProgram") or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+        if torch.__version__ < "2.6":
             raise ConfigError(
                 f"ONNX needs torch 2.6 or newer, got {torch.__version__}; update torch, or export to a .pt2 file"
             )
