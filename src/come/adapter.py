@@ -646,8 +646,7 @@ class Adapter:
         hf://OWNER/REPOSITORY[@REVISION]/FILE is a file of a repository on the Hugging Face Hub, which must be there.
         """
         if self.writes:
-            with self._lock, untracked():
-                saving.save(self, path)
+            saving.save(self, path)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Continue from a file that `save` wrote, here or on the Hub; a file that does not fit changes nothing."""

@@ -33,6 +33,7 @@ from come.errors import StateError
 from come.files import replacing, unwritable
 from come.guard.watch import Watch
 from come.hub import Place
+from come.method import untracked
 from come.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -189,10 +190,13 @@ def _described(value: Any) -> Any:
 
 def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     """Write the state of `adapter` to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
-    if (place := Place.of(path)) is not None:
-        place.upload(packed(adapter), f"State of {adapter.method.name} after {adapter.count} batches")
-    else:
-        put(Path(path), packed(adapter))
+    place = Place.of(path)
+    with adapter._lock, untracked():
+        data, count = packed(adapter), adapter.count
+        if place is None:
+            put(Path(path), data)
+    if place is not None:  # an upload may take long, and nobody has to wait for it
+        place.upload(data, f"State of {adapter.method.name} after {count} batches")
 
 
 def packed(adapter: Adapter, note: str = "") -> bytes:
