@@ -243,6 +243,8 @@ def test_what_cannot_be_written(tmp_path, monkeypatch):
         come.ConfigError, match=r"model.pt2 needs an example: export\(path, x\), x a batch of 2 or more"
     ):
         classifier.export("model.pt2")
+    with pytest.raises(come.ConfigError, match="path must be a file, where there is an example, got None"):
+        classifier.export(example=stream(2))
     with pytest.raises(come.InputError, match="example must be a batch of 2 or more samples, got 1"):
         classifier.export("model.pt2", stream(1))
     with pytest.raises(come.StateError, match=r"cannot write .*model.pt2: No such file or directory; choose a folder"):

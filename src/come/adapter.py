@@ -27,7 +27,7 @@ from come import methods, optim, saving
 from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored
 from come.borrowed import Borrowed
 from come.compiled import Steps
-from come.errors import ClosedError, CollapseError, ConfigError, ModelError, shown
+from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
 from come.inputs import Input, Inputs, checked
@@ -660,14 +660,10 @@ class Adapter:
         RoTTA); T3A's prototypes in place of its head; the source's where the guard lets the source answer. What a BatchNorm
         layer normalizes by is what `predict` uses:
 
-        ===========================  =================================================================================
-        `statistics` of the method   in the export
-        ===========================  =================================================================================
-        source                       as it is: running statistics of the source (RoTTA: its robust ones)
-        mixed                        n/(n + 16) of the statistics of the n samples that it is called with, and the rest of
-                                     the source's: a `come.export.OnBatch` around the layer
-        batch                        the statistics of these samples alone: the same
-        ===========================  =================================================================================
+        - statistics="source": the running statistics of the source (RoTTA: its robust ones); the layer stays as it is.
+        - "mixed": n/(n + 16) of the statistics of the n samples that the export is called with, and the rest of the source's;
+          a `come.export.OnBatch` stands around the layer.
+        - "batch": the statistics of these samples alone, in the same way.
 
         So with mixed and batch an answer depends on the other samples of its batch, as in `predict`; for one that does not,
         adapt with statistics="source". `precision`, `compile` and `channels_last` are ways to run a model, and are not in it.
@@ -695,6 +691,7 @@ class Adapter:
         file, given = None if path is None else Path(path), None if example is None else checked(Inputs.of(example))
         if file is not None:
             exporting.check(file, given)
+        require(file is not None or given is None, "path", path, "a file, where there is an example")
         with self._lock:
             self._check_open()
             self._follow()
