@@ -9,13 +9,17 @@ import torch
 
 import come
 from come import testing
-from come.method import untracked
+from come.method import Frozen, untracked
 
 # A check that has nothing to find out about a method stands here with its reason: {(method, check): (reason, norms)}.
 ALL = tuple(testing.NORMS)
 NO_BATCH_NORM = tuple(norm for norm in ALL if norm != "batch")
 DOES_NOT_APPLY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("norm", "does_what_it_declares"): ("a model without BatchNorm has nothing that it changes", NO_BATCH_NORM),
+    **{
+        (method, "an_export_predicts"): ("its answers are more than weights: `Method.unexported`", ALL)
+        for method in ("lame", "foa", "memo", "steady")
+    },
     **{
         (method, "an_unreliable_batch_moves_nothing"): (reason, ALL)
         for methods, reason in {
@@ -166,6 +170,9 @@ class Broken(come.Method):
     def predict(self, ctx, x):
         return ctx.forward(x) + ctx.state["seen"].to(ctx.device)
 
+    def frozen(self, ctx):
+        return Frozen(ctx.source if self.fault == "exports the source" else ctx.weights)
+
     def initial_state(self, ctx, x):
         return {"seen": torch.zeros(1)}
 
@@ -189,6 +196,7 @@ class Broken(come.Method):
         ("coasts", "an_unreliable_batch_moves_nothing"),
         ("single", "double_precision"),
         ("half", "half_precision"),
+        ("exports the source", "an_export_predicts"),
     ],
 )
 def test_the_checks_find_what_they_are_there_for(fault, check):

@@ -26,8 +26,8 @@ def run(code):
 def test_public_names():
     assert come.__all__ == [
         "Adapter", "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Fleet", "Guard", "InputError",
-        "Method", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step", "__version__", "adapt",
-        "callbacks", "methods", "objectives", "optim", "select", "theory",
+        "Method", "MissingError", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step",
+        "__version__", "adapt", "callbacks", "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
     assert come.__version__ == version("come-tta")
@@ -66,7 +66,8 @@ def test_other_names_are_no_attributes():
 
 # What each module may import of `come`: the arrows of docs/architecture.md. The core stands above `bench`.
 LAYERS = [
-    ["errors", "files", "locks", "meeting", "trees", "version"],
+    ["errors"],
+    ["files", "hub", "locks", "meeting", "trees", "version"],
     ["registry", "inputs", "theory", "select", "optim", "heads", "images", "augment", "metrics"],
     ["stacked"],
     ["objectives", "batchnorm", "corruptions"],
@@ -75,16 +76,21 @@ LAYERS = [
     ["borrowed"],
     ["method"],
     ["methods", "saving", "transition"],
-    ["compiled", "many"],
+    ["compiled", "export", "many"],
     ["adapter"],
     ["fleet"],
     ["callbacks", "testing"],
+    ["integrations"],
     ["serve"],
     ["bench"],
     ["__main__"],
 ]
 # Other packages than torch and safetensors that a module of the core asks for in the function that needs them.
-OPTIONAL = {"methods/foa.py": {"cma", "numpy"}, "corruptions/jpeg.py": {"numpy", "PIL"}}
+OPTIONAL = {
+    "methods/foa.py": {"cma", "numpy"},
+    "corruptions/jpeg.py": {"numpy", "PIL"},
+    "hub.py": {"huggingface_hub"},
+}
 
 
 def test_imports_point_one_way():
@@ -104,7 +110,7 @@ def test_the_core_needs_torch_and_safetensors_only():
     ours = {*sys.stdlib_module_names, "come", "torch", "safetensors"}
     for file in SRC.rglob("*.py"):
         path = file.relative_to(SRC)
-        if path.parts[0] not in ("bench", "serve"):
+        if path.parts[0] not in ("bench", "integrations", "serve"):
             others = {module.partition(".")[0] for module in _imported(file)} - ours
             assert others <= OPTIONAL.get(path.as_posix(), set()), f"{path} imports {others}"
 

@@ -23,9 +23,11 @@ from come.errors import (
     ComeError,
     ConfigError,
     InputError,
+    MissingError,
     ModelError,
     RankError,
     StateError,
+    missing,
 )
 from come.fleet import Fleet
 from come.guard import Event, Guard
@@ -44,6 +46,7 @@ __all__ = [
     "Guard",
     "InputError",
     "Method",
+    "MissingError",
     "ModelError",
     "Objective",
     "Opinion",
@@ -73,10 +76,7 @@ def __getattr__(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "come" or not _LATER[name]:
             raise
-        raise ModuleNotFoundError(
-            f'come.{name} needs {error.name}, which is missing; install it with: pip install "come-tta[{_LATER[name]}]"',
-            name=error.name,
-        ) from error
+        raise missing(f"come.{name}", error, _LATER[name]) from error
 
 
 def __dir__() -> list[str]:

@@ -15,22 +15,24 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from come import export as exporting
 from come import methods, optim, saving
 from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored
 from come.borrowed import Borrowed
 from come.compiled import Steps
-from come.errors import ClosedError, CollapseError, ConfigError, ModelError, shown
+from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
-from come.inputs import Inputs, checked
+from come.inputs import Input, Inputs, checked
 from come.locks import ModelLock
-from come.method import Context, Method, Step, Written, undo, untracked
+from come.method import Context, Frozen, Method, Step, Written, undo, untracked
 from come.objectives import Objective
 from come.optim import Moments
 from come.ranks import Ranks, bits
@@ -639,14 +641,69 @@ class Adapter:
             self._now = saving.restored(self, saved)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the state to a safetensors file, whole or not at all; on several ranks the first one writes it."""
+        """Write the state to a safetensors file, whole or not at all; on several ranks the first one writes it.
+
+        hf://OWNER/REPOSITORY[@REVISION]/FILE is a file of a repository on the Hugging Face Hub, which must be there.
+        """
         if self.writes:
-            with self._lock, untracked():
-                saving.save(self, path)
+            saving.save(self, path)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Continue from a file that `save` wrote; a file that does not fit changes nothing."""
+        """Continue from a file that `save` wrote, here or on the Hub; a file that does not fit changes nothing."""
         self.load_state_dict(saving.read(path, self.method.name))
+
+    @untracked()
+    def export(self, path: str | PathLike[str] | None = None, example: Input | None = None) -> nn.Module:
+        """The adapted model by itself: a copy of the model that computes what `predict` does, and adapts no more.
+
+        It is in evaluation mode and needs no gradients. It holds the weights of now: of a teacher, where that answers (CoTTA,
+        RoTTA); T3A's prototypes in place of its head; the source's where the guard lets the source answer. What a BatchNorm
+        layer normalizes by is what `predict` uses:
+
+        - statistics="source": the running statistics of the source (RoTTA: its robust ones); the layer stays as it is.
+        - "mixed": n/(n + 16) of the statistics of the n samples that the export is called with, and the rest of the source's;
+          a `come.export.OnBatch` stands around the layer.
+        - "batch": the statistics of these samples alone, in the same way.
+
+        So with mixed and batch an answer depends on the other samples of its batch, as in `predict`; for one that does not,
+        adapt with statistics="source". `precision`, `compile` and `channels_last` are ways to run a model, and are not in it.
+
+        Args:
+            path: write it to a file, too: NAME.pt2 for `torch.export.load`, NAME.onnx for ONNX Runtime and others (needs the
+                extra `export` and torch 2.6). Its output is the logits (B, K), for any B >= 1.
+            example: for a file: 2 or more samples, as a tensor, or a tuple or mapping of the model's arguments.
+
+        Returns:
+            the copy, which returns what the model returns.
+
+        Raises:
+            ModelError: the method does not answer by weights alone, or torch cannot trace the model.
+            ConfigError: a file of another kind, or no example.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+            >>> classifier, x = adapt(model, "tent"), torch.randn(8, 4)
+            >>> _ = classifier(x)
+            >>> alone = classifier.export()
+            >>> torch.allclose(alone(x), classifier.predict(x), atol=1e-5), type(alone[1]).__name__
+            (True, 'OnBatch')
+        """
+        file, given = None if path is None else Path(path), None if example is None else checked(Inputs.of(example))
+        if file is not None:
+            exporting.check(file, given)
+        require(file is not None or given is None, "path", path, "a file, where there is an example")
+        with self._lock:
+            self._check_open()
+            self._follow()
+            self._borrowed.check_unchanged()
+            now, core = self._now, self._core
+            resting = now.watch is not None and self._resting(now.watch)
+            frozen = Frozen(core.source) if resting else self.method.frozen(self._context(now, 1))
+            own = self._how(now).trusted and not resting
+            model = exporting.standalone(self._borrowed, frozen, core.rule_of_statistics if own else "source")
+        if file is not None and given is not None:
+            exporting.write(model, file, given)
+        return model
 
     def __repr__(self) -> str:
         """Method, objective, what adapts and at which learning rate."""

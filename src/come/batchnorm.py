@@ -77,7 +77,7 @@ def _dims(x: Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
 
 
-def _like(value: Tensor, x: Tensor) -> Tensor:
+def per_channel(value: Tensor, x: Tensor) -> Tensor:
     """(C,) -> a shape that broadcasts to x (B, C, ...)."""
     return value.to(x).view(1, -1, *[1] * (x.ndim - 2))
 
@@ -89,7 +89,7 @@ def source_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
             f"{layer.module} got one value per channel and has no running statistics; use a larger batch or a BatchNorm "
             "with track_running_stats=True"
         )
-    return _like(layer.mean, x), _like(layer.var, x)
+    return per_channel(layer.mean, x), per_channel(layer.var, x)
 
 
 def batch_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def batch_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
         return source_statistics(layer, x)
     if layer.part is not None:
         mean, var = layer.part.moments(x)
-        return _like(mean, x), _like(var, x)
+        return per_channel(mean, x), per_channel(var, x)
     var, mean = torch.var_mean(x, dim=_dims(x), correction=0, keepdim=True)
     return mean, var
 
@@ -210,9 +210,9 @@ class mixed:  # noqa: N801 - reads as the value it is: statistics=mixed(0.5)
             return (x - mean) * (var + eps).rsqrt()
         if layer.part is not None:
             own = layer.part.moments(x)
-            z = (x - _like(own[0], x)) * _like((own[1] + eps).rsqrt(), x)
+            z = (x - per_channel(own[0], x)) * per_channel((own[1] + eps).rsqrt(), x)
             found = self.affine(layer, x, own)
-            return z if found is None else z * _like(found[0], x) + _like(found[1], x)
+            return z if found is None else z * per_channel(found[0], x) + per_channel(found[1], x)
         scale, shift = self.affine(layer, x) or (None, None)
         return F.batch_norm(x, None, None, scale, shift, training=True, momentum=0.0, eps=eps)
 
@@ -256,7 +256,7 @@ def _mixed(layer: Layer, mean: Tensor, var: Tensor, share: Tensor | float) -> tu
     if layer.mean is None or layer.var is None or (isinstance(share, float) and share == 1):
         return mean, var
     share = torch.as_tensor(share, dtype=mean.dtype, device=mean.device)
-    old = (value.to(mean) if mean.ndim == 1 else _like(value, mean) for value in (layer.mean, layer.var))
+    old = (value.to(mean) if mean.ndim == 1 else per_channel(value, mean) for value in (layer.mean, layer.var))
     return tuple(torch.lerp(a, b, share) for a, b in zip(old, (mean, var), strict=True))  # type: ignore[return-value]
 
 

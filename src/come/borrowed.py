@@ -72,11 +72,12 @@ class Borrowed:
         self._versions = self._read_versions()
         self._modules = list(model.modules())
         self._names = frozenset(slot.name for slot in self._slots)
-        self._norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
-        self._synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self._norms.values())
+        self.norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
+        """The BatchNorm layers by path."""
+        self._synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self.norms.values())
         self._affine = [
             Slot(f"{path}.{name}", norm, name, p)
-            for path, norm in self._norms.items()
+            for path, norm in self.norms.items()
             for name, p in norm.named_parameters(recurse=False)
         ]
         """Weights and biases of BatchNorm layers, adapted or not."""
@@ -174,11 +175,11 @@ class Borrowed:
     @property
     def has_batch_norm(self) -> bool:
         """Whether there are BatchNorm layers."""
-        return bool(self._norms)
+        return bool(self.norms)
 
     def layers(self) -> list[Layer]:
         """The BatchNorm layers with the source's statistics."""
-        found = cast("Iterable[nn.BatchNorm2d]", self._norms.values())
+        found = cast("Iterable[nn.BatchNorm2d]", self.norms.values())
         return [Layer(m, i, m.running_mean, m.running_var, self.part) for i, m in enumerate(found)]
 
     def prepare(self) -> None:
@@ -279,7 +280,7 @@ class Borrowed:
 
     def _rule_of(self, statistics: Statistics, batch: int) -> StatisticsRule | None:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
-        if statistics is None or not self._norms:
+        if statistics is None or not self.norms:
             return "source"
         if self.part is not None:
             return None
@@ -293,7 +294,7 @@ class Borrowed:
         known = StandIns.of(self.model)
         if key not in known.made:
             with torch.no_grad():
-                layers = dict(zip(self._norms, self.layers(), strict=True))
+                layers = dict(zip(self.norms, self.layers(), strict=True))
                 known.made[key] = StandIn(
                     self.model, self._names, layers, rule, self.mode, self.compiled, known.converted
                 )
@@ -350,16 +351,16 @@ class Borrowed:
 
     def _install(self, statistics: Statistics, batch: int, given: dict[str, Tensor]) -> list[Place]:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
-        if statistics is None or not self._norms:
+        if statistics is None or not self.norms:
             return []
         by_torch = batch > 1 and not self._synchronized and self.part is None
         if statistics == "batch" and by_torch:
-            for layer in self._norms.values():
+            for layer in self.norms.values():
                 self._batch_flags(layer)
             return []
         estimate = batch_statistics if statistics == "batch" else statistics
         found: list[Place] = []
-        for path, known in zip(self._norms, self.layers(), strict=True):
+        for path, known in zip(self.norms, self.layers(), strict=True):
             prefix, layer = f"{path}." if path else "", known.module
             if isinstance(estimate, mixed) and by_torch and layer.affine:
                 self._batch_flags(layer)

@@ -7,15 +7,20 @@ A callback is any function of (adapter, step). It runs when the step is done; wh
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from come.errors import require_int
+from come.errors import require, require_int
 from come.guard.signals import SIGNALS
 from come.method import Step
 
 if TYPE_CHECKING:
     from come.adapter import Adapter
+
+
+Log = Callable[[str, float, int], object]
+"""Takes a scalar: its name, its value, and the step that it belongs to."""
 
 
 class Snapshots:
@@ -64,18 +69,30 @@ class Snapshots:
 
 
 class Scalars:
-    """Hand the signals of each step to a TensorBoard writer, or anything with `add_scalar(name, value, step)`.
+    """Log the signals of each step as scalars.
 
     Args:
-        writer: e.g. a `torch.utils.tensorboard.SummaryWriter`.
+        log: a function of (name, value, step): `add_scalar` of a `torch.utils.tensorboard.SummaryWriter`, one that
+            `come.integrations.log.opened` gives, or your own.
+
+    Example:
+        >>> import come, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+        >>> classifier, seen = come.adapt(model, "tent"), {}
+        >>> classifier.callbacks.append(Scalars(lambda name, value, step: seen.update({name: step})))
+        >>> for _ in range(3):
+        ...     _ = classifier(torch.randn(8, 4))
+        >>> seen["come/entropy"]
+        3
     """
 
-    def __init__(self, writer: Any) -> None:
-        self.writer = writer
+    def __init__(self, log: Log) -> None:
+        require(callable(log), "log", log, "a function of (name, value, step), such as SummaryWriter(...).add_scalar")
+        self.log = log
 
     def __call__(self, adapter: Adapter, step: Step) -> None:
-        """Write what the guard has read last."""
+        """Log what the guard has read last."""
         health = adapter.health()
         for name in (*SIGNALS, "agreement", "lr_scale"):
             if name in health:
-                self.writer.add_scalar(f"come/{name}", health[name], int(health["steps"]))
+                self.log(f"come/{name}", health[name], int(health["steps"]))

@@ -50,6 +50,10 @@ class CollapseError(ComeError, RuntimeError):
     """The adapted model has collapsed, and the guard was told to raise."""
 
 
+class MissingError(ComeError, ModuleNotFoundError):
+    """A package that is not installed."""
+
+
 class _Shown(reprlib.Repr):
     """A repr that looks at the beginning of large things only."""
 
@@ -151,6 +155,16 @@ def _similar(name: str, known: list[str]) -> list[str]:
 
     best = sorted(close, key=lambda one: (-alike[one], -begins_alike(one), one))[:3]
     return [spelled[one] for one in best if alike[one] > alike[best[0]] - 0.1]
+
+
+def missing(what: str, error: ModuleNotFoundError, extra: str) -> MissingError:
+    """Build the error for a package that is not installed, and say which extra brings it.
+
+    >>> print(missing("come.serve", ModuleNotFoundError(name="fastapi"), "serve"))
+    come.serve needs fastapi, which is missing; install it with: pip install "come-tta[serve]"
+    """
+    text = f'{what} needs {error.name}, which is missing; install it with: pip install "come-tta[{extra}]"'
+    return MissingError(text, name=error.name)
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from come.errors import StateError
+
 UNABLE = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
 """What a system says that cannot open or flush a folder."""
 
@@ -40,6 +42,17 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink()
+
+
+def unwritable(path: Path, error: OSError) -> StateError:
+    """Build the error for a file that cannot be written.
+
+    >>> print(unwritable(Path("a"), PermissionError(13, "Permission denied")))
+    cannot write a: Permission denied; choose a folder that exists and is writable, and has room
+    """
+    return StateError(
+        f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
+    )
 
 
 def settle(folder: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -53,6 +54,17 @@ class Step(NamedTuple):
     certain by every score."""
     abstain: Tensor | None = None
     """(B,) bool: which answers not to rely on; None before `Adapter.calibrate`."""
+
+
+class Frozen(NamedTuple):
+    """What `Method.predict` computes, as far as it can be put into a copy of the model."""
+
+    weights: Tensor
+    """(P,) of the adapted parameters."""
+    statistics: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
+    """Mean and variance (C,) by the number of the BatchNorm layer, where they are the method's own."""
+    head: tuple[str, Tensor] | None = None
+    """The name of the linear layer that gives the logits, and weights (K, d) to put there, without a bias."""
 
 
 @contextmanager
@@ -463,6 +475,8 @@ class Method(ABC):
     """Arguments that may differ between the streams of a `come.Fleet`, beside lr: in `adapt` they are then 0-d tensors."""
     undivided: ClassVar[str] = ""
     """Why its batches cannot be divided over ranks, if they cannot."""
+    unexported: ClassVar[str] = ""
+    """Why no model by itself can give its answers, if none can; see `Adapter.export`."""
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that `setup` uses up; they are not kept."""
 
@@ -497,6 +511,13 @@ class Method(ABC):
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """Logits (B, K) of the batch without adapting to it. Gradients are off."""
         return ctx.forward(x)
+
+    def frozen(self, ctx: Context) -> Frozen:
+        """What `predict` computes with what is known now, for `Adapter.export`; a `ModelError` if no model by itself can."""
+        if self.unexported or type(self).predict is not Method.predict:
+            why = self.unexported or "it has a predict() of its own, and no frozen() that says what it computes"
+            raise ModelError(f"{self.name} cannot be exported: {why}")
+        return Frozen(ctx.weights.detach())
 
     def setup(self, ctx: Context) -> dict[str, Any]:
         """What is found once when the method is put around a model, and kept in `ctx.fixed`. May take long."""

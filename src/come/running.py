@@ -141,6 +141,24 @@ class Patches(nn.Module):
         return F.linear(flat, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
+def replaced(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """The model with a layer in the place of another, wherever that is; `new` if the model is that layer.
+
+    Example:
+        >>> old, new = nn.ReLU(), nn.Tanh()
+        >>> replaced(nn.Sequential(old, old), old, new)
+        Sequential(
+          (0): Tanh()
+          (1): Tanh()
+        )
+    """
+    for module in [module for module in model.modules() if module is not new]:
+        for name, child in module._modules.items():  # named_children leaves out the second name of a layer
+            if child is old:
+                setattr(module, name, new)
+    return new if model is old else model
+
+
 def _cuts_patches(module: nn.Module) -> bool:
     return (
         type(module) is nn.Conv2d
@@ -267,13 +285,10 @@ class StandIn:
         if rule == "streams":
             for path in dict.fromkeys([*layers, *(name.rpartition(".")[0] for name in adapted)]):
                 norm = self.module.get_submodule(path)
-                if norm is self.module:
-                    self.module = layer_by_stream(norm, self._sharing)
-                else:
-                    self._replace(norm, layer_by_stream(norm, self._sharing))
+                self.module = replaced(self.module, norm, layer_by_stream(norm, self._sharing))
         for module in list(self.module.modules()):
             if _cuts_patches(module):
-                self._replace(module, Patches(module))  # type: ignore[arg-type]
+                self.module = replaced(self.module, module, Patches(module))  # type: ignore[arg-type]
         self._places = {name: self._place(name) for name in adapted}
         self._buffers = [(b, b.detach().clone()) for b in self.module.buffers() if b is not None]
         self._versions = [b._version for b, _ in self._buffers]
@@ -284,17 +299,10 @@ class StandIn:
     def _mix(self, norm: Any, layer: Layer) -> None:
         """Put a BatchNorm layer on mixed statistics."""
         if type(norm) in PLAIN_NORMS and norm.affine and norm is not self.module:
-            self._replace(norm, MixedNorm(norm, layer, self._mixing))
+            self.module = replaced(self.module, norm, MixedNorm(norm, layer, self._mixing))
             return
         norm.running_mean, norm.running_var = unit_statistics(layer)
         norm.register_forward_pre_hook(normalizing(layer, self._mixing))
-
-    def _replace(self, old: nn.Module, new: nn.Module) -> None:
-        """Put a layer in the place of another, wherever that is."""
-        for module in list(self.module.modules()):
-            for name, child in module.named_children():
-                if child is old:
-                    setattr(module, name, new)
 
     @staticmethod
     def _convert(path: str, module: nn.Module, adapted: frozenset[str], mode: Mode, converted: Converted) -> None:

@@ -30,8 +30,10 @@ from torch import Tensor, nn
 
 from come.abstain import Abstention, Promise
 from come.errors import StateError
-from come.files import replacing
+from come.files import replacing, unwritable
 from come.guard.watch import Watch
+from come.hub import Place
+from come.method import untracked
 from come.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -187,8 +189,14 @@ def _described(value: Any) -> Any:
 
 
 def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
-    """Write the state of `adapter` to `path`, atomically."""
-    put(Path(path), packed(adapter))
+    """Write the state of `adapter` to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
+    place = Place.of(path)
+    with adapter._lock, untracked():
+        data, count = packed(adapter), adapter.count
+        if place is None:
+            put(Path(path), data)
+    if place is not None:  # an upload may take long, and nobody has to wait for it
+        place.upload(data, f"State of {adapter.method.name} after {count} batches")
 
 
 def packed(adapter: Adapter, note: str = "") -> bytes:
@@ -206,9 +214,7 @@ def put(path: Path, data: bytes) -> None:
         with replacing(path) as beside:
             beside.write_bytes(data)
     except OSError as error:
-        raise StateError(
-            f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
-        ) from error
+        raise unwritable(path, error) from error
 
 
 def note_of(path: str | os.PathLike[str]) -> str:
@@ -222,8 +228,10 @@ def note_of(path: str | os.PathLike[str]) -> str:
 
 def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
     """The tensors in a file that `save` wrote, checked against its checksum."""
+    place = Place.of(path)
+    local = path if place is None else place.download()
     try:
-        with safe_open(str(path), framework="pt") as file:
+        with safe_open(str(local), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:

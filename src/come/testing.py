@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from come.adapter import Adapter
-from come.errors import ClosedError, InputError, unknown
-from come.inputs import Input
+from come.errors import ClosedError, InputError, ModelError, unknown
+from come.inputs import Input, logits_of
 from come.method import Step
 from come.objectives import Objective
 
@@ -516,6 +516,21 @@ def _copies_and_pickles(make: MethodFactory, model: nn.Module) -> None:
         _same(expected, answer, "a copy")
 
 
+def _an_export_predicts(make: MethodFactory, model: nn.Module) -> None:
+    method, data = make(model), batches(3)
+    _run(method, data[:2])
+    try:
+        alone = method.export()
+    except ModelError as error:
+        raise DoesNotApply(str(error)) from error
+    for x in (data[2], data[2][:1]):
+        difference = (logits_of(alone(x), len(x)) - method.predict(x)).abs().max()
+        assert difference < 1e-4, f"the export and predict() differ by {difference:g} for a batch of {len(x)}"
+    before = logits_of(alone(data[0]), len(data[0]))
+    _run(method, data[2:])
+    assert torch.equal(logits_of(alone(data[0]), len(data[0])), before), "a later step changes the export"
+
+
 def _half_precision(make: MethodFactory, model: nn.Module) -> None:
     exact = make(copy.deepcopy(model))
     _run(exact, batches(2, SIZE))
@@ -568,6 +583,7 @@ _WITH_ANY_OBJECTIVE = _by_name(
     _bad_input_changes_nothing,
     _a_closed_adapter_answers_no_more,
     _copies_and_pickles,
+    _an_export_predicts,
 )
 
 METHOD_CHECKS = _WITH_EVERY_OBJECTIVE | _WITH_ANY_OBJECTIVE

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from come.batchnorm import mixed
+from come.batchnorm import StatisticsRule, mixed
 from come.borrowed import Borrowed
 from come.guard.config import Guard
 from come.guard.samples import judge
@@ -219,7 +219,7 @@ class Transition:
     # ---- statistics of BatchNorm ----
 
     @property
-    def rule_of_statistics(self) -> str:
+    def rule_of_statistics(self) -> StatisticsRule:
         """What BatchNorm normalizes by: "batch", "mixed" or "source"."""
         if not (self.method.batch_statistics and self.model.has_batch_norm):
             return "source"

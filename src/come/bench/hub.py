@@ -15,7 +15,8 @@ from torch import nn
 from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import hub_file
-from come.errors import ConfigError, ModelError, shown
+from come.errors import ModelError, missing, shown
+from come.hub import explained
 from come.registry import parse
 
 WEIGHTS = tuple(f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
@@ -31,15 +32,13 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
         checkpoint: a file with the weights in place of the pretrained ones.
 
     Raises:
-        ConfigError: transformers is missing.
+        MissingError: transformers is missing.
         ModelError: there is no such model, it cannot be read, or it is no image classifier.
     """
     try:
         zoo: Any = import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            f'{name} needs transformers, which is missing; install it with: pip install "come-tta[hf]"'
-        ) from error
+    except ModuleNotFoundError as error:
+        raise missing(name, error, "hf") from error
 
     place, given = parse(spec)
     state = None if checkpoint is None else read_weights(checkpoint)
@@ -64,9 +63,9 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
             raise ModelError(
                 f"transformers cannot make {name}: {first_line(error)}; name an image classifier, and arguments that it has"
             ) from error
-        if missing := sorted(found.get("missing_keys", ())):
+        if absent := sorted(found.get("missing_keys", ())):
             raise ModelError(
-                f"{name} has no weights for {', '.join(missing[:3])}; choose a model that is trained to classify images, or "
+                f"{name} has no weights for {', '.join(absent[:3])}; choose a model that is trained to classify images, or "
                 "give --checkpoint FILE"
             )
         try:
@@ -123,33 +122,22 @@ def _side(name: str, field: str, given: Any) -> int:
 
 def _is_cached(name: str, repository: str, revision: str | None, *, with_weights: bool) -> bool:
     """Whether all files of a model are in the cache of the Hub; `ModelError` if they are not, and cannot be downloaded."""
-    from huggingface_hub import constants, hf_hub_download
     from huggingface_hub import errors as hub
+    from huggingface_hub import hf_hub_download
 
     needed = [("config.json",), ("preprocessor_config.json", "processor_config.json"), *[WEIGHTS][: int(with_weights)]]
     try:
         if all(hub_file(name, repository, files, revision, INSTEAD) for files in needed):
             return True
-        hf_hub_download(repository, "config.json", revision=revision)
+        with explained(ModelError, name, repository, revision, INSTEAD):
+            hf_hub_download(repository, "config.json", revision=revision)
     except hub.HFValidationError as error:
         raise ModelError(
             f"{name} must be hf:NAME with a model of the Hub, such as hf:google/vit-base-patch16-224, or a folder; there is "
             f"no folder {shown(repository)}"
         ) from error
-    except hub.GatedRepoError as error:
-        raise ModelError(
-            f"{name} is gated; accept its terms at {constants.ENDPOINT}/{repository}, and log in: hf auth login"
-        ) from error
-    except hub.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"the Hub has no model {repository!r} that you can read; check the name, and if it is private log in: hf auth login"
-        ) from error
-    except hub.RevisionNotFoundError as error:
-        raise ModelError(f"{repository} has no revision {revision!r}; leave it out, or give one that it has") from error
     except hub.EntryNotFoundError as error:
         raise ModelError(f"{repository} has no config.json, so transformers cannot make it; choose another") from error
-    except OSError as error:
-        raise ModelError(f"cannot download {name}: {first_line(error)}; try again, or {INSTEAD}") from error
     return False
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load as load_safetensors
 from torch import nn
 
 from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
+from come.bench.clip import load_open_clip
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import require_download, timm_weights
 from come.bench.factories import call_factory, is_factory
@@ -56,6 +57,7 @@ DESCRIPTIONS = {
     "timm:NAME": "any model of timm with its pretrained weights and data configuration",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
     "hf:NAME": "any image classifier of transformers with its image processor, of the Hub or in a folder",
+    "open_clip:NAME": "a model of open_clip as zero-shot classifier; add :classes=FILE, with a name in each line",
     "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }
 OPTIONS = ("checkpoint", "normalization", "image_size", "resize", "interpolation", "mean", "std")
@@ -76,8 +78,8 @@ def load(
     """A model by name, in evaluation mode.
 
     Args:
-        name: "glyphs-vit", "glyphs-resnet", "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME" or
-            "MODULE:FACTORY"; the last four also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
+        name: "glyphs-vit", "glyphs-resnet", "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME", "open_clip:NAME"
+            or "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
         image_size: side of the images in place of the model's own; the share that is cropped stays the same.
@@ -130,6 +132,8 @@ def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preproce
         return _torchvision(name, rest, checkpoint)
     if kind == "hf" and rest:
         return load_transformers(name, rest, checkpoint)
+    if kind == "open_clip" and rest:
+        return load_open_clip(name, rest, checkpoint)
     if is_factory(name):
         return call_factory(name, checkpoint)
     raise unknown("model", name, DESCRIPTIONS)

@@ -34,7 +34,7 @@ from come.batchnorm import by_group
 from come.errors import require, require_int
 from come.images import MeanStd, Normalization
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, converted, leaf, masked_mean, register
+from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
 from come.select import Selector, layers
 
 Restore = Callable[[str, Tensor, int], Tensor]
@@ -100,6 +100,10 @@ class CoTTA(Method):
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """The teacher's answer."""
         return ctx.forward(x, ctx.state["teacher"])
+
+    def frozen(self, ctx: Context) -> Frozen:
+        """The teacher."""
+        return Frozen(ctx.state.get("teacher", ctx.source))
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """One step of the student towards the teacher's word, then teacher and memory of the source."""

@@ -83,6 +83,7 @@ class FOA(Method):
     """
 
     name = "foa"
+    unexported = "it adapts prompts and a shift of the features, not weights of the model"
     needs = "source, a ViT"
     waits = "CMA-ES runs on the CPU"
     cost = "28f"

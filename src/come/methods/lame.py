@@ -54,6 +54,7 @@ class LAME(Method):
     """
 
     name = "lame"
+    unexported = "its answers are an agreement between the samples of a batch; it leaves the model as it is"
     needs = "features"
     cost = "1f"
     descends = False

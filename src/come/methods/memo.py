@@ -62,6 +62,7 @@ class MEMO(Method):
     """
 
     name = "memo"
+    unexported = "it returns to the source model after each image; it leaves the model as it is"
     needs = "images"
     cost = "33f 32b"
     batch_statistics = False

@@ -35,7 +35,7 @@ from come.batchnorm import Layer, batch_statistics, following
 from come.errors import InputError, require, require_int
 from come.images import MeanStd, Normalization, same_size
 from come.inputs import Inputs
-from come.method import Context, Method, Step, converted, register
+from come.method import Context, Frozen, Method, Step, converted, register
 from come.objectives import Softmax
 from come.optim import OptimizerFactory, adam, sgd
 
@@ -125,6 +125,10 @@ class RoTTA(Method):
         """The teacher's answer."""
         return self._forward(ctx, x, "teacher", 0.0)
 
+    def frozen(self, ctx: Context) -> Frozen:
+        """The teacher, with its robust statistics."""
+        return Frozen(ctx.state.get("teacher", ctx.source), self._statistics(ctx, "teacher"))
+
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """The teacher's answer; then the batch goes into the memory, sample by sample, with a step when one is due."""
         images = x.image("rotta")
@@ -200,8 +204,7 @@ class RoTTA(Method):
 
     def _forward(self, ctx: Context, x: Inputs, who: str, share: float) -> Tensor:
         """Student or teacher with BatchNorm on the robust statistics, which move by `share` and are then kept."""
-        numbers = [layer.number for layer in ctx.batch_norms if f"{who}_mean.{layer.number}" in ctx.state]
-        new = {i: (ctx.state[f"{who}_mean.{i}"], ctx.state[f"{who}_var.{i}"]) for i in numbers}
+        new = self._statistics(ctx, who)
         follow = following(dict(new), share, correction=0, new=new)
 
         def statistics(layer: Layer, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,3 +216,8 @@ class RoTTA(Method):
             for i, (mean, var) in new.items():
                 ctx.state[f"{who}_mean.{i}"], ctx.state[f"{who}_var.{i}"] = mean.float(), var.float()
         return logits
+
+    def _statistics(self, ctx: Context, who: str) -> dict[int, tuple[Tensor, Tensor]]:
+        """Mean and variance (C,) by the number of the layer."""
+        numbers = [layer.number for layer in ctx.batch_norms if f"{who}_mean.{layer.number}" in ctx.state]
+        return {i: (ctx.state[f"{who}_mean.{i}"], ctx.state[f"{who}_var.{i}"]) for i in numbers}

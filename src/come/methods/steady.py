@@ -32,9 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from come.errors import require, require_int
+from come.errors import ModelError, require, require_int
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.method import Context, Frozen, Method, Step, leaf, masked_mean, register
 
 TINY = 1e-6
 
@@ -102,6 +102,14 @@ class Steady(Method):
         """The corrected answer."""
         logits = ctx.forward(x)
         return self._corrected(ctx, exact(logits))[0].to(logits.dtype)
+
+    def frozen(self, ctx: Context) -> Frozen:
+        """The weights, if nothing corrects their answers."""
+        if self.prior_correction:
+            raise ModelError(
+                "steady cannot be exported: its prior correction depends on the batch; adapt with prior_correction=False"
+            )
+        return Frozen(ctx.weights.detach())
 
     def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """A running sum with one more value; divided by "seen" it is the average."""

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from come.errors import require_int
 from come.heads import Head
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, register
+from come.method import Context, Frozen, Method, Step, register
 from come.objectives import Softmax
 from come.select import Selector, nothing
 
@@ -90,6 +90,11 @@ class T3A(Method):
         features, logits = ctx.features(x)
         return self._classified(ctx, features).to(logits)
 
+    def frozen(self, ctx: Context) -> Frozen:
+        """The prototypes as a linear layer."""
+        state = ctx.state or self.initial_state(ctx, Inputs((), {}))  # which depends on no batch
+        return Frozen(ctx.weights.detach(), head=(ctx.fixed["head"].name, self._prototypes(state)))
+
     @torch.no_grad()
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Add the batch to the supports, then classify it by the prototypes."""
@@ -98,8 +103,11 @@ class T3A(Method):
         return Step(self._classified(ctx, features).to(logits))
 
     def _classified(self, ctx: Context, features: Tensor) -> Tensor:
-        total = ctx.state["sum"] if self.supports is None else F.normalize(ctx.state["support"], dim=2).sum(dim=1)
-        return exact(features) @ F.normalize(total, dim=1).to(exact(features)).T
+        return exact(features) @ self._prototypes(ctx.state).to(exact(features)).T
+
+    def _prototypes(self, state: dict[str, Tensor]) -> Tensor:
+        total = state["sum"] if self.supports is None else F.normalize(state["support"], dim=2).sum(dim=1)
+        return F.normalize(total, dim=1)
 
     def _with(self, state: dict[str, Tensor], features: Tensor, logits: Tensor, valid: Tensor) -> dict[str, Tensor]:
         """`state` with the valid ones added of the samples that have these features and logits."""

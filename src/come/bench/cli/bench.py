@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,7 @@ from come.bench.folder import check_space
 from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
 from come.bench.record import BYTES
 from come.errors import ConfigError, unknown
+from come.integrations.log import KINDS, opened, parse
 from come.metrics import SCORES
 
 OWN_GRID = {"setting", "methods", "corruptions"}
@@ -88,6 +90,15 @@ def bench(
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", rich_help_panel=WHERE, help="Keep finished cells, or run all again.")
     ] = True,
+    log: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=WHERE,
+            metavar="SPEC",
+            help=f"Log metrics along the stream of each cell, too: {' or '.join(KINDS)}.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: DryRun = False,
     debug: Debug = False,
 ) -> None:
@@ -98,6 +109,8 @@ def bench(
     """
     if score not in SCORES:
         raise unknown("score", score, SCORES)
+    if log is not None:
+        parse(log)
     protocol = None if protocol_name is None else protocols.get(protocol_name)
     chosen = _merged(from_toml(config) if config else {}, typed(given))
     if preset_name is None and protocol is None and not chosen.keys() & OWN_GRID:
@@ -126,8 +139,9 @@ def bench(
     if dry_run:
         show_grid(console, watched, path)
         return
-    folder = RunFolder(path)
-    records = run_watched(console, watched, folder, fresh=not resume)
+    with opened(log) if log else nullcontext() as write:
+        folder = RunFolder(path)
+        records = run_watched(console, watched, folder, fresh=not resume, log=write)
     if shard:  # with what the others have done so far
         records = [record for cell in watched.planned if (record := folder.record(cell)) is not None]
     if records:

@@ -18,7 +18,7 @@ from come.bench import models
 from come.bench.cli.options import Debug, Device
 from come.bench.data import open_source
 from come.bench.data.streams import shuffle
-from come.errors import ConfigError
+from come.errors import ConfigError, missing
 
 if TYPE_CHECKING:
     from come.serve import Service
@@ -197,9 +197,7 @@ def _check_installed(extra: str, packages: tuple[str, ...]) -> None:
         try:
             importlib.import_module(package)
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f'come serve needs {error.name}, which is missing; install it with: pip install "come-tta[{extra}]"'
-            ) from error
+            raise missing("come serve", error, extra) from error
 
 
 def add(app: typer.Typer) -> None:

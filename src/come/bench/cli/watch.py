@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -21,19 +22,45 @@ from come.bench.report import Table, rates_table, results_table, to_rich, withou
 from come.bench.report.tables import scores_note
 from come.bench.runner import Progress, effort
 from come.bench.statistics import Verdicts, verdicts
+from come.callbacks import Log
+from come.metrics import trajectory
 
 LISTED = 8
 """Cells that a line names."""
 
 
-def run_watched(console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False) -> list[Record]:
-    """Run a plan before the user's eyes, and say what cannot be run, and why."""
+def run_watched(
+    console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False, log: Log | None = None
+) -> list[Record]:
+    """Run a plan before the user's eyes, and say what cannot be run, and why.
+
+    Args:
+        console: where to.
+        bench: what is run.
+        folder: where results are.
+        fresh: run finished cells again.
+        log: where the metrics of each cell along its stream go, too.
+    """
     said = dict(bench.refused)
     say_refused(console, said)
-    with Watch(console, bench.cells) as watch, watch.heeding_ctrl_c():
+
+    def finished(record: Record) -> None:
+        if log is not None:
+            log_record(log, folder, record)
+
+    with Watch(console, bench.cells, finished) as watch, watch.heeding_ctrl_c():
         records = bench.run(folder, watch, fresh=fresh)
     say_refused(console, {method: why for method, why in bench.refused.items() if method not in said})
     return records
+
+
+def log_record(log: Log, folder: RunFolder, record: Record) -> None:
+    """Log what `come.metrics.trajectory` finds in the rows of a cell, the number of samples being the step."""
+    found = trajectory(folder.rows(record.key), batch_size=record.cell.batch_size)
+    steps, cell = found.pop("samples").tolist(), re.sub(r"[^\w.]+", "-", record.cell.title)
+    for name, values in found.items():
+        for step, value in zip(steps, values.tolist(), strict=True):
+            log(f"{name}/{cell}", value, step)
 
 
 def say_refused(console: Console, refused: Mapping[str, str]) -> None:
@@ -82,8 +109,8 @@ def show_tables(console: Console, records: Sequence[Record], *tables: Table | No
 class Watch(Progress):
     """Shows the table as it fills and the time left; where the output is no terminal, a line per finished cell."""
 
-    def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
-        self.console, self.cells = console, cells
+    def __init__(self, console: Console, cells: Sequence[Cell], finished: Callable[[Record], None]) -> None:
+        self.console, self.cells, self.finished = console, cells, finished
         self.records: list[Record] = []
         self.interrupted = False
         self.bar = Bar(
@@ -183,6 +210,7 @@ class Watch(Progress):
     def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
         """Add the result to the table."""
         self.records.append(record)
+        self.finished(record)
         self.bar.update(self.all, description=f"{len(self.records)} of {len(self.cells)} cells")
         if resumed:  # it took no time, and must not promise that the others take none
             self.refuse(cell, "")

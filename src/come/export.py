@@ -1,0 +1,187 @@
+"""The adapted model by itself: as a `torch.nn.Module`, as a torch.export program, as an ONNX file."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from come.batchnorm import Layer, StatisticsRule, per_channel, unit_statistics
+from come.borrowed import Borrowed
+from come.errors import ConfigError, InputError, ModelError, missing, require
+from come.files import replacing, unwritable
+from come.inputs import Inputs, exact, is_per_sample, logits_of
+from come.method import Frozen
+from come.running import replaced
+from come.transition import PRIOR
+
+KINDS = (".pt2", ".onnx")
+
+
+class OnBatch(nn.Module):
+    r"""A BatchNorm layer that normalizes by the batch it is given, as `Adapter.predict` does, for any size of batch.
+
+    .. math:: \mu = (1 - s) \mu_0 + s \mu_B, \quad \sigma^2 = (1 - s) \sigma_0^2 + s \sigma_B^2, \quad s = \frac{n}{n + 16}
+
+    with the source's statistics 0, those of the batch B, and n samples; s = 1 for the rule "batch". A batch with one value per
+    channel has no variance, and is normalized by the source's. There is no branch on the size, so that a graph holds for all.
+
+    Args:
+        norm: the layer, with the source's running statistics. It keeps its weight and bias, and gets (B, C, ...) normalized.
+        rule: "batch" or "mixed".
+
+    Example:
+        >>> norm = nn.BatchNorm1d(1, affine=False).eval()
+        >>> OnBatch(norm, "batch")(torch.tensor([[1.0], [3.0]])).flatten().round(decimals=3)
+        tensor([-1.,  1.])
+        >>> norm = nn.BatchNorm1d(1, affine=False).eval()
+        >>> OnBatch(norm, "mixed")(torch.tensor([[2.0]])).round(decimals=3)  # one value: as the source does
+        tensor([[2.]])
+    """
+
+    mean: Tensor | None
+    var: Tensor | None
+
+    def __init__(self, norm: nn.BatchNorm2d, rule: StatisticsRule) -> None:
+        super().__init__()
+        self.prior = PRIOR if rule == "mixed" else 0
+        self.eps = norm.eps
+        self.register_buffer("mean", norm.running_mean)
+        self.register_buffer("var", norm.running_var)
+        norm.running_mean, norm.running_var = unit_statistics(Layer(norm, 0, self.mean, self.var))
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, ...) -> the same."""
+        values = exact(x)
+        var, mean = torch.var_mean(values, dim=[0, *range(2, x.ndim)], correction=0, keepdim=True)
+        if self.mean is not None and self.var is not None:
+            count = torch.ones_like(values.flatten(1)[:, 0]).sum()  # a tensor: in a graph it follows the batch
+            share = count / (count + self.prior) * (count * math.prod(x.shape[2:]) > 1)
+            mean = torch.lerp(per_channel(self.mean, values), mean, share)
+            var = torch.lerp(per_channel(self.var, values), var, share)
+        elif x.numel() == x.shape[1]:
+            raise InputError(
+                "a BatchNorm layer without running statistics got one value per channel; use a larger batch"
+            )
+        normalized: Tensor = self.norm(((values - mean) * (var + self.eps).rsqrt()).to(x.dtype))
+        return normalized
+
+    def extra_repr(self) -> str:
+        """The rule."""
+        return f"statistics={'mixed' if self.prior else 'batch'}"
+
+
+class _Logits(nn.Module):
+    """A model that returns its logits (B, K) and nothing else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = self.model(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return out
+        return out["logits"] if isinstance(out, Mapping) else out.logits  # type: ignore[no-any-return]
+
+
+def standalone(borrowed: Borrowed, frozen: Frozen, rule: StatisticsRule) -> nn.Module:
+    """A copy of a borrowed model that computes what `frozen` says, with BatchNorm by that rule."""
+    model = copy.deepcopy(borrowed.model)
+    known = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in borrowed.named(frozen.weights).items():
+        known[name].data.copy_(value)
+    for p in model.parameters():
+        p.requires_grad, p.grad = False, None
+    if frozen.head is not None:
+        name, weight = frozen.head
+        linear: Any = model.get_submodule(name)
+        linear.weight, linear.bias = nn.Parameter(weight.to(linear.weight), requires_grad=False), None
+    for number, path in enumerate(borrowed.norms):
+        norm: Any = model.get_submodule(path)
+        if number in frozen.statistics:
+            mean, var = frozen.statistics[number]
+            norm.running_mean, norm.running_var = mean.to(norm.running_mean), var.to(norm.running_var)
+        elif rule != "source":
+            model = replaced(model, norm, OnBatch(norm, rule))
+    for module in model.modules():
+        module.training = False
+    return model
+
+
+def check(path: Path, example: Inputs | None) -> None:
+    """Raise if a model cannot be written to that file; before any work."""
+    require(path.suffix in KINDS, "path", str(path), f"a file that ends in {' or '.join(KINDS)}")
+    if example is None:
+        raise ConfigError(
+            f"{path.name} needs an example: export(path, x), x a batch of 2 or more samples as the model gets it"
+        )
+    if example.size < 2:
+        raise InputError(
+            f"example must be a batch of 2 or more samples, got {example.size}; with one the size of a batch would be fixed"
+        )
+    if path.suffix == ".onnx":
+        if torch.__version__ < "2.6":
+            raise ConfigError(
+                f"ONNX needs torch 2.6 or newer, got {torch.__version__}; update torch, or export to a .pt2 file"
+            )
+        for name in ("onnx", "onnxscript"):
+            try:
+                import_module(name)
+            except ModuleNotFoundError as error:
+                raise missing("export to ONNX", error, "export") from error
+
+
+def write(model: nn.Module, path: Path, example: Inputs) -> None:
+    """Write a model to a .pt2 or .onnx file, whole or not at all, for batches of any size.
+
+    Args:
+        model: what `standalone` made.
+        path: the file.
+        example: 2 or more samples; all else about the inputs is fixed as it is in them.
+    """
+    check(path, example)
+    size = example.size
+    batch = torch.export.Dim("batch", min=1)
+    free = example.map(lambda value: {0: batch} if is_per_sample(value, size) else None)
+    shapes = ({"args": free.args} if free.args else {}) | ({"kwargs": free.kwargs} if free.kwargs else {})
+    single = _Logits(model)
+    with torch.no_grad():
+        logits_of(single(*example.args, **example.kwargs), size)
+        try:
+            program = torch.export.export(single, example.args, example.kwargs, dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # of torch, or of the model's code
+            said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ModelError(
+                f"torch.export cannot trace {type(model).__name__}: {said}; change its forward, or call export() without a file"
+            ) from error
+    try:
+        with replacing(path) as beside:
+            if path.suffix == ".pt2":
+                with open(beside, "wb") as file:
+                    torch.export.save(program, file)
+            else:
+                names: Any = {
+                    "input_names": _names(model, example),
+                    "output_names": ["logits"],
+                    "dynamic_shapes": shapes,
+                }
+                torch.onnx.export(program, f=beside, dynamo=True, external_data=False, verbose=False, **names)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _names(model: nn.Module, example: Inputs) -> list[str] | None:
+    """What the model calls its tensors; None if it takes any number of them."""
+    given = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
+    if any(isinstance(value, (tuple, dict)) for value in given.values()):
+        return None
+    return [name for name, value in given.items() if isinstance(value, Tensor)]
