@@ -27,16 +27,15 @@ def demo(
     Needs [bold]pip install "come-tta[demo]"[/], and no network. Ctrl-C ends it.
     """
     require(1 <= port <= 65535, "--port", port, "from 1 to 65535")
-    listening = _listen(host, port)
-    check_installed("demo", "demo", ("come.bench.demo.page",))
-    import uvicorn
+    with _listen(host, port) as listening, suppress(KeyboardInterrupt):
+        check_installed("demo", "demo", ("come.bench.demo.page",))
+        import uvicorn
 
-    from come.bench.demo.page import create
+        from come.bench.demo.page import create
 
-    logging.getLogger("come").addHandler(logging.NullHandler())  # what the guard says is on the page
-    config = uvicorn.Config(create(), log_level="critical", timeout_graceful_shutdown=1)
-    typer.echo(f"come demo on http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
-    with listening, suppress(KeyboardInterrupt):
+        logging.getLogger("come").addHandler(logging.NullHandler())  # what the guard says is on the page
+        config = uvicorn.Config(create(), log_level="critical", timeout_graceful_shutdown=1)
+        typer.echo(f"come demo on http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C ends it")
         uvicorn.Server(config).run(sockets=[listening])
 
 

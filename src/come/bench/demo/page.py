@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from come import corruptions
-from come.bench.demo.stream import BATCH, CLEAN, METHODS, RATES, RECENT, Choice, Scene, watch
+from come.bench.demo.stream import CLEAN, METHODS, RATES, RECENT, RISK, Choice, Scene, watch
 from come.bench.models import GLYPHS
 from come.errors import ComeError
 
@@ -29,8 +29,9 @@ WORDS = """# Test-time adaptation, side by side
 
 A model was trained on clean characters and now meets corrupted ones, without labels. Four copies see the same stream:
 **No Adapt** stays as it is, **EM** minimizes entropy, **COME** minimizes the entropy of an opinion that can say "I do not
-know", and **Steady** is what we recommend. Each abstains where it promised at most 5% wrong answers *on clean images*; no
-such promise holds under corruption. Everything runs on the machine that serves this page.
+know", and **Steady** is what we recommend. Each abstains where it must to keep wrong answers below {risk:.0%} *on clean
+images*; under corruption that is no promise. Confidence is the largest softmax probability. All of it runs on the machine
+that serves this page.
 """
 # The address bar keeps what was chosen: a link to send.
 REMEMBER = """(...chosen) => {
@@ -43,9 +44,7 @@ REMEMBER = """(...chosen) => {
 
 def shown(scene: Scene) -> str:
     """A scene as HTML, with its images inside."""
-    return _template().render(
-        scene=scene, pictures=[_png(image) for image in scene.images], batch=BATCH, recent=RECENT, clean=CLEAN
-    )
+    return _template().render(scene=scene, pictures=[_png(image) for image in scene.images], recent=RECENT, clean=CLEAN)
 
 
 @lru_cache
@@ -103,7 +102,7 @@ def build() -> gr.Blocks:
     first = Choice()
     names = [CLEAN, *corruptions.names()]
     with gr.Blocks(title="COME: test-time adaptation, side by side", analytics_enabled=False) as page:
-        gr.Markdown(WORDS)
+        gr.Markdown(WORDS.format(risk=RISK))
         with gr.Row():
             controls: list[Any] = [
                 gr.Dropdown([(n.replace("_", " "), n) for n in names], value=first.corruption, label="Corruption"),

@@ -128,6 +128,18 @@ class Lane:
         return [values[max(0, end - RECENT * BATCH) : end].mean().item() for end in ends]
 
     @property
+    def rate(self) -> float | None:
+        """The learning rate with the guard's factor; None if the method has none."""
+        if not self.adapter.method.descends:
+            return None
+        return self.adapter.learning_rate(BATCH) * self.adapter.health()["lr_scale"]
+
+    @property
+    def collapses(self) -> int:
+        """How many the guard has found."""
+        return sum(event.kind == "collapse" for event in self.events)
+
+    @property
     def state(self) -> str:
         """What the guard found last, in a word or two."""
         if not self.adapter.method.changes:
@@ -215,13 +227,7 @@ def lanes(choice: Choice) -> list[Lane]:
 
 
 def watch(choice: Choice) -> Iterator[Scene]:
-    """Run the embedded stream, batch by batch; runs share a model and images, and nothing that changes.
-
-    Example:
-        >>> scene = next(watch(Choice(severity=1)))
-        >>> scene.number, scene.total, [lane.title for lane in scene.lanes]
-        (1, 30, ['No Adapt', 'Tent + EM', 'Tent + COME', 'Steady'])
-    """
+    """Run the embedded stream, batch by batch; runs share a model and images, and nothing that changes."""
     running, data, preprocess = lanes(choice), _data(), _model(choice.model).preprocess
     corruption = None if choice.corruption == CLEAN else choice.corruption
     stream = Stream.shuffled("glyphs", len(data), corruption=corruption, severity=choice.severity, seed=0)
