@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import come
-from come.bench.folder import RunFolder
 from come.registry import Registry, summary
 
 ROOT = Path(__file__).parents[1]
@@ -240,50 +239,13 @@ def example(tmp_path_factory):
     return folder / "target"
 
 
-def test_the_example_is_listed_and_runs_in_a_benchmark(example, tmp_path):
-    bench = [
-        "bench",
-        "--data",
-        "negatives:32",
-        "--setting",
-        "backwards",
-        "--methods",
-        "sharpen",
-        "--objectives",
-        "tempered",
-    ]
-    bench += ["--corruptions", "fog,snow", "--batch-size", "16", "--jobs", "1", "--out", str(tmp_path / "run")]
-    code = f"{LIST}\nimport sys\nfrom come.bench.cli import main\nsys.argv = {['come', *bench]}\nmain()"
-    done = python(example, "-c", code, warnings="error::UserWarning")
-    assert done.returncode == 0, done.stderr
-    for line in (
-        r"sharpen +one step down the entropy of the surest samples",
-        r"tempered +Softmax at a temperature of two",
-        r"negatives\[:SIZE\] +the embedded characters in negative",
-        r"backwards +standard, the last corruption first",
-    ):
-        assert re.search(line, done.stdout), done.stdout
-    records = RunFolder(tmp_path / "run").records()
-    assert [(r.cell.method, r.cell.objective, r.cell.data) for r in records] == 2 * [
-        ("sharpen", "tempered", "negatives:32")
-    ]
-
-
-def test_the_tests_of_the_example_pass(example):
+def test_the_example_passes_its_tests_and_so_does_the_page(example):
+    """`come list` and a small `come bench` among them."""
     (example / "test_page.py").write_text("def test_page():\n" + textwrap.indent(PYTHON, "    "))
-    done = python(
-        example,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(EXAMPLE / "tests"),
-        str(example / "test_page.py"),
-        "-c",
-        os.devnull,
-    )
+    tests = str(EXAMPLE / "tests"), str(example / "test_page.py")
+    done = python(example, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, *tests)
     assert done.returncode == 0, done.stdout
+    assert "7 passed" in done.stdout
 
 
 # ---- the registry itself ----

@@ -1,10 +1,14 @@
 """Run after `pip install -e .`."""
 
+import sys
+
 import pytest
+import torch
 from acme_tta import Sharpen, tempered
 
 import come
 from come.bench import settings
+from come.bench.cli import main
 from come.bench.data import open_source
 from come.testing import check_method, check_objective
 
@@ -35,3 +39,24 @@ def test_wrong_values_are_refused():
         Sharpen(limit=0)
     with pytest.raises(come.ConfigError, match="SIZE of negatives:SIZE must be an integer >= 1, got 'many'"):
         open_source("negatives:many")
+
+
+def tiny():
+    """A model for a quick run: --model MODULE:FACTORY."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(3072), torch.nn.Linear(3072, 100))
+
+
+def test_the_command_line_knows_them(monkeypatch, capsys, tmp_path):
+    def call(line):
+        monkeypatch.setattr(sys, "argv", ["come", *line.split()])
+        main()
+        return capsys.readouterr().out
+
+    assert "sharpen   one step down the entropy of the surest samples" in call("list methods")
+    assert "Softmax at a temperature of two" in call("list objectives")
+    assert "the embedded characters in negative" in call("list data")
+    assert "standard, the last corruption first" in call("list settings")
+    choice = "--data negatives:32 --setting backwards --methods sharpen:limit=9 --objectives tempered --corruptions fog"
+    shown = call(f"bench {choice} --model {__name__}:tiny --image-size 32 --jobs 1 --out {tmp_path}")
+    assert "sharpen:limit=9 + tempered" in shown
