@@ -103,6 +103,11 @@ def test_the_command_refuses_where_it_cannot_listen(monkeypatch, capsys, taken):
         assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["demo", "serve"])
+def test_the_help_names_the_extra(monkeypatch, capsys, command):
+    assert f'pip install "come-tta[{command}]"' in call(monkeypatch, capsys, command, "--help")[1]
+
+
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.delitem(sys.modules, "come.bench.demo.page", raising=False)
@@ -160,29 +165,35 @@ def test_numbers_move_and_two_tabs_are_apart(browser, server):
     visit(browser, f"{server}?corruption=fog&severity=2&rate=10&method=sar&guard=false")
     first = browser.current_window_handle
     until(lambda: "fog" in browser.execute_script("return [...document.querySelectorAll('input')].map((i) => i.value)"))
-    press(browser, "start")
-    until(lambda: at(browser) > 1)
     browser.switch_to.new_window("tab")
     visit(browser, f"{server}?severity=nonsense", PHONE, "dark")
     press(browser, "start")
+    second = browser.current_window_handle
+    browser.switch_to.window(first)
+    press(browser, "start")
     until(lambda: at(browser) > 1)
+    press(browser, "stop")
+    until(lambda: browser.execute_script("return document.querySelector('#stop').disabled"))
+    stopped = at(browser)
+
+    browser.switch_to.window(second)
+    before = at(browser)
+    until(lambda: at(browser) > before)
+    press(browser, "stop")
     assert "contrast, severity 5" in browser.find_element("css selector", ".about").text
     assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE
+    assert browser.get_log("browser") == []
+
     browser.switch_to.window(first)
+    assert at(browser) == stopped
     assert "fog, severity 2, glyphs-resnet, learning rates x 10" in browser.find_element("css selector", ".about").text
     assert [one.text for one in browser.find_elements("css selector", ".card h3")][1] == "SAR + EM"
     for name in ("accuracy", "confidence", "abstains"):
         texts = [one.text for one in browser.find_elements("css selector", f".card .{name}")]
         assert len(texts) == 4
         assert all(text.endswith("%") for text in texts)
-    assert browser.execute_script(
-        "return [...document.querySelectorAll('.scene img')].every((i) => i.naturalWidth == 32)"
-    )
-    press(browser, "stop")
-    until(lambda: browser.execute_script("return document.querySelector('#stop').disabled"))
-    stopped = at(browser)
-    time.sleep(1)
-    assert at(browser) == stopped
+    images = "return [...document.querySelectorAll('.scene img')].map((image) => image.naturalWidth)"
+    assert browser.execute_script(images) == [32] * stream.EXAMPLES
     press(browser, "start")
     until(lambda: at(browser) == 0)
     until(lambda: at(browser) > 0)

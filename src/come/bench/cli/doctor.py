@@ -42,6 +42,7 @@ from come.running import Precision
 
 EXTRAS = {
     "bench": "come bench, report, compare, reproduce",
+    "demo": "come demo: methods side by side, in a browser",
     "serve": "come serve: one model for many tenants over HTTP",
     "serve-ray": "come serve --replicas: several GPUs or machines",
     "ray": "come bench --engine ray: cells on a cluster",
