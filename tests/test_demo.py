@@ -19,7 +19,7 @@ import come
 from come.bench.demo import stream
 from come.bench.demo.stream import Choice, Lane, watch
 
-SMALL = {"BATCH": 32, "CALIBRATION": 64, "RISK": 0.4}
+SMALL = {"BATCH": 8, "CALIBRATION": 64, "RISK": 0.4}
 """Few images to calibrate on, and a promise that these can keep."""
 
 
