@@ -63,22 +63,20 @@ def _png(image: Tensor) -> str:
 
 
 def chosen(*values: Any) -> Choice:
-    """The choice that the controls, or an address, make."""
+    """The choice that the controls make."""
     given = dict(zip(Choice.model_fields, values, strict=True))
     return Choice(**given | {"severity": int(given["severity"]), "rate": float(given["rate"])})
 
 
 def _linked(request: gr.Request) -> list[Any]:
-    """What the address asks for; the defaults in place of what is no choice."""
+    """What the address asks for, the defaults in place of what is no choice; from then on a stream can be started."""
     asked = dict(request.query_params)
-    first = Choice().model_dump()
     read: dict[str, Callable[[str], Any]] = {"severity": int, "rate": float, "guard": lambda text: text == "true"}
     try:
-        return list(
-            Choice(**first | {n: read.get(n, str)(asked[n]) for n in first if n in asked}).model_dump().values()
-        )
+        choice = Choice(**{name: read.get(name, str)(asked[name]) for name in Choice.model_fields if name in asked})
     except (ComeError, ValueError):
-        return list(first.values())
+        choice = Choice()
+    return [*choice.model_dump().values(), gr.Button(interactive=True)]
 
 
 def _run(*values: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -113,7 +111,7 @@ def build() -> gr.Blocks:
                 gr.Checkbox(first.guard, label="The guard undoes a collapse"),
             ]
         with gr.Row():
-            start = gr.Button("Start", variant="primary", elem_id="start")
+            start = gr.Button("Start", variant="primary", interactive=False, elem_id="start")
             stop = gr.Button("Stop", interactive=False, elem_id="stop")
         scene = gr.HTML("<p>Press Start.</p>", elem_id="scene")
         going = start.click(
@@ -127,7 +125,7 @@ def build() -> gr.Blocks:
         quiet: dict[str, Any] = {"show_progress": "hidden", "queue": False}
         going.then(_idle, None, [start, stop], **quiet)
         stop.click(_idle, None, [start, stop], cancels=[going], **quiet)
-        page.load(_linked, None, controls, **quiet)
+        page.load(_linked, None, [*controls, start], **quiet)
     page.queue()
     return page
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor, nn
 
 import come
@@ -19,7 +19,7 @@ from come.bench.data import Batch, Glyphs, GlyphSource, Stream, batches
 from come.bench.data.glyphs_fonts import CLASSES
 from come.bench.measure import Table
 from come.bench.record import Rows
-from come.errors import unknown
+from come.errors import require, unknown
 from come.images import Normalization
 from come.metrics import accuracy
 
@@ -53,7 +53,7 @@ class Choice(Description):
 
     corruption: str = "contrast"
     severity: Severity = 5
-    rate: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
+    rate: float = 1.0
     """Factor on the learning rate of every method that has one."""
     method: Literal["tent", "eata", "sar", "deyo"] = "tent"
     """What EM and COME are the objective of."""
@@ -65,6 +65,7 @@ class Choice(Description):
     def _check(self) -> Choice:
         if self.corruption not in (known := (CLEAN, *corruptions.names())):
             raise unknown("corruption", self.corruption, known)
+        require(self.rate in RATES, "rate", self.rate, f"one of {', '.join(f'{rate:g}' for rate in RATES)}")
         return self
 
 
