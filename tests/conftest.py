@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from browsing import chromium
 
 import come
 from come import testing
@@ -80,3 +81,9 @@ class Build:
 @pytest.fixture(scope="session")
 def build():
     return Build()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as driver:
+        yield driver

@@ -12,8 +12,14 @@ from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import come
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "come"
@@ -172,6 +178,20 @@ def test_pre_commit_runs_the_linters_of_this_environment():
     assert [line.split()[-1] for line in lines if "repo:" in line] == ["local"]
     assert {line.split()[1] for line in lines if "entry:" in line} == {"ruff", "mypy"}
     assert {line.split()[-1] for line in lines if "language:" in line} == {"system"}
+
+
+def test_the_lock_file_is_up_to_date_and_names_no_other_host():
+    """Else run `uv lock` where no mirror is set."""
+    text = (ROOT / "uv.lock").read_text()
+    assert set(re.findall(r"\w+://[^/\"]*", text)) == {"https://pypi.org", "https://files.pythonhosted.org"}
+    (ours,) = (one for one in tomllib.loads(text)["package"] if one["name"] == "come-tta")
+    assert ours["source"] == {"editable": "."}
+    locked = {(one["name"], one.get("specifier", "")) for one in ours["metadata"]["requires-dist"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert set(ours["metadata"]["provides-extras"]) == set(extras)
+    wanted = map(Requirement, [*project["dependencies"], *(one for extra in extras.values() for one in extra)])
+    assert locked == {(one.name.replace("_", "-"), str(one.specifier)) for one in wanted} - {("come-tta", "")}
 
 
 def test_the_wheel_and_the_source_distribution(tmp_path):

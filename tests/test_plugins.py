@@ -1,12 +1,14 @@
-"""Methods, objectives and settings of other packages: found by entry point; a broken one is a warning and no more."""
+"""Methods, objectives, data and settings of other packages: found by entry point; a broken one is a warning and no more."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,8 @@ import come
 from come.registry import Registry, summary
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "plugins.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-TOML = re.search(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL).group(1)
+EXAMPLE = ROOT / "examples" / "plugin"
+(PYTHON,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "plugins.md").read_text(), flags=re.DOTALL)
 
 
 def install(folder, files, entry_points, name="acme-tta", metadata=True):
@@ -39,7 +40,7 @@ def python(folder, *arguments, warnings="default"):
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"},
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "COLUMNS": "200"},
     )
 
 
@@ -112,6 +113,10 @@ FILES = {
     + "\nfrom come.methods import register\nregister(Fine)\nraise KeyError('x')",
     "acme/exits.py": "import sys; sys.exit(3)",
     "acme/syntax.py": "def",
+    "acme/kinds.py": """
+from come.bench.data.opening import Kind
+other, opens = (Kind(usage, "a kind", lambda *_: 3) for usage in ("another:PATH", "opens[:SIZE]"))
+""",
 }
 # entry point -> what the warning about it says
 METHODS = {
@@ -144,7 +149,8 @@ def broken(tmp_path_factory):
     methods = ["[come.methods]", "fine = acme.good:Fine", *METHODS]
     objectives = ["[come.objectives]", "mass = acme.good:mass", *OBJECTIVES]
     settings = ["[come.settings]", "exits = acme.exits:X", "number = acme.good:number"]
-    points = "\n".join([*methods, *objectives, *settings])
+    data = ["[come.data]", "number = acme.good:number", "named = acme.kinds:other", "opens = acme.kinds:opens"]
+    points = "\n".join([*methods, *objectives, *settings, *data])
     install(folder, FILES, points)
     return folder
 
@@ -191,52 +197,55 @@ def test_a_package_without_metadata_is_named_by_its_module(tmp_path, monkeypatch
         assert found.names() == []
 
 
-def listed(folder, warnings, more=""):
-    """What `come list` prints of each kind, in one process."""
-    code = f"""
-{more}
+LIST = """
 from come.bench.cli.lists import list_
-for kind in ("methods", "objectives", "settings"):
+for kind in ("methods", "objectives", "settings", "data"):
     list_(kind)
 """
-    done = python(folder, "-c", code, warnings=warnings)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+OPEN = """
+from come.bench.data import open_source
+try:
+    open_source("opens")
+except ValueError as error:
+    print(error)
+"""
 
 
 def test_the_command_lists_what_there_is(broken):
-    shown = {line.split()[0] for line in listed(broken, "default").splitlines() if line.strip()}
-    assert {"tent", "fine", "silent", "come", "mass", "mute", "standard"} <= shown
+    done = python(broken, "-c", LIST + OPEN)
+    assert done.returncode == 0, done.stderr
+    shown = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert {"tent", "fine", "silent", "come", "mass", "mute", "standard", "glyphs[:SIZE]", "opens[:SIZE]"} <= shown
+    for said in (
+        "data 'number' must be a come.bench.data.opening.Kind, got 3",
+        "data 'named' must have a usage that begins with its name, got 'another:PATH'",
+    ):
+        assert done.stderr.count(said) == 1, done.stderr
+    assert "data 'opens' must open as a come.bench.data.Source, got 3; repair its package" in done.stdout
 
 
-# ---- the page ----
+# ---- the example ----
 
 
 @pytest.fixture(scope="module")
-def documented(tmp_path_factory):
-    """The package of docs/plugins.md, installed: with the entry points alone."""
-    package, _, streams, _ = PYTHON
-    package = package.replace("@register\n", "").replace('come.objectives.register("tempered", tempered)\n', "")
-    points = re.sub(r'\[project\.entry-points\."(.*)"\]', r"[\1]", TOML).replace('"', "")
-    folder = tmp_path_factory.mktemp("documented")
-    install(folder, {"acme_tta/__init__.py": package, "acme_tta/streams.py": streams}, points)
-    return folder
-
-
-def test_the_example_in_your_own_code(tmp_path):
-    package, use, _, check = PYTHON
-    done = python(tmp_path, "-c", f"{package}\n{use}\n{check}", warnings="error")
+def example(tmp_path_factory):
+    """`examples/plugin` as pip installs it, without a network."""
+    folder = tmp_path_factory.mktemp("example")
+    package = shutil.copytree(EXAMPLE, folder / "package")  # what a build leaves behind is left there
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--quiet"]
+    pip = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder / "target"), str(package)]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    return folder / "target"
 
 
-def test_the_example_in_a_package(documented):
-    shown = listed(documented, "error::UserWarning", more=f"import come, torch\n{PYTHON[1]}")
-    for line in (
-        r"sharpen +one step down the entropy of the surest samples",
-        r"tempered +Softmax at a temperature of two",
-        r"backwards +standard, the last corruption first",
-    ):
-        assert re.search(line, shown), shown
+def test_the_example_passes_its_tests_and_so_does_the_page(example):
+    """`come list` and a small `come bench` among them."""
+    (example / "test_page.py").write_text("def test_page():\n" + textwrap.indent(PYTHON, "    "))
+    tests = str(EXAMPLE / "tests"), str(example / "test_page.py")
+    done = python(example, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, *tests)
+    assert done.returncode == 0, done.stdout
+    assert "7 passed" in done.stdout
 
 
 # ---- the registry itself ----

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import come
 from come.bench import Bench, Plan, RunFolder, cli, models, protocols, run
-from come.bench.data.opening import KINDS, open_source
+from come.bench.data.opening import get as get_kind
+from come.bench.data.opening import open_source
 from come.bench.protocols import FREE, Outcome, Protocol
 from come.bench.runner import Progress
 
@@ -195,7 +196,7 @@ def test_every_protocol_is_valid(name):
     protocol = protocols.get(name)
     assert len(protocol.summary) < 90
     kind = protocol.plan.data.partition(":")[0]
-    given = {} if "[" in KINDS[kind].usage else {"data": "/data"}
+    given = {} if "[" in get_kind(kind).usage else {"data": "/data"}
     if protocol.weights:
         given["checkpoint"] = "weights.safetensors"
     plan = protocol.plan_for(given)

@@ -1,35 +1,19 @@
-"""The report in a real browser: headless Chromium, from a file, without a network.
-
-Needs selenium, chromium and chromedriver; without them the tests are skipped, but fail where CI is set.
-"""
+"""The report in a real browser: headless Chromium, from a file, without a network."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from browsing import DESK, PHONE, asked, visit
 
 from come.bench.report import write_html
 
 sys.path.append(str(Path(__file__).parent / "harness"))
 from made_up import PAIRS, grid
 
-NEEDED = {
-    "selenium": importlib.util.find_spec("selenium"),
-    "chromium": shutil.which("chromium") or shutil.which("google-chrome"),
-    "chromedriver": shutil.which("chromedriver"),
-}
-LACKING = [name for name, found in NEEDED.items() if not found]
-if LACKING and not os.environ.get("CI"):
-    pytest.skip(f"no browser tests: {', '.join(LACKING)} not installed", allow_module_level=True)
-
 IMAGE, SCRIPT = '<img src=x onerror="window.hit=1">', '"</script><script>window.hit=1</script>'
-PHONE, DESK = 390, 1280
 
 
 def write_run(path, pairs, domains, **more):
@@ -51,33 +35,8 @@ def hostile(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("hostile"), pairs, [SCRIPT, IMAGE], model=IMAGE, data=SCRIPT)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    if LACKING:
-        pytest.fail(f"{', '.join(LACKING)} not installed, and CI is set")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-prefers-reduced-motion"):
-        options.add_argument(argument)
-    options.binary_location = NEEDED["chromium"]
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(NEEDED["chromedriver"]))
-    yield driver
-    driver.quit()
-
-
 def load(browser, path, width=DESK, theme="light"):
-    for kind in ("browser", "performance"):
-        browser.get_log(kind)
-    browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500},
-    )
-    feature = {"name": "prefers-color-scheme", "value": theme}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    browser.get(path.as_uri())
+    visit(browser, path.as_uri(), width, theme)
 
 
 def find(browser, selector):
@@ -100,9 +59,7 @@ def names(browser, table):
 def test_nothing_is_loaded_and_nothing_is_wrong(browser, page):
     load(browser, page)
     assert browser.get_log("browser") == []
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
+    assert asked(browser) == [page.as_uri()]
 
 
 def test_the_policy_forbids_the_network(browser, page):

@@ -18,8 +18,8 @@ from pydantic import Field
 from come import corruptions
 from come.bench import settings
 from come.bench.cell import Count, Description, Text, Texts, spelled
+from come.bench.data import opening
 from come.bench.data.embedded import SIZE
-from come.bench.data.opening import KINDS
 from come.bench.data.source import Source
 from come.bench.models import GLYPHS, NORMALIZATIONS, Model, fingerprint
 from come.bench.plan import QUICK, Plan
@@ -106,13 +106,13 @@ class Protocol(Description):
 
     def _data(self, given: str | None) -> str:
         kind, _, rest = (given or "").partition(":")
-        if "[" in KINDS[self.plan.data.partition(":")[0]].usage:  # it needs no path
+        if "[" in opening.get(self.plan.data.partition(":")[0]).usage:  # it needs no path
             if given not in (None, self.plan.data):
                 self._contradicted("data", self.plan.data, given)
             return self.plan.data
         if not given:
             raise ConfigError(f"protocol {self.name} needs --data PATH: {self.data}")
-        if kind in KINDS and kind != self.plan.data:
+        if kind in opening.names() and kind != self.plan.data:
             self._contradicted("data", f"{self.plan.data}:PATH", given)
         return f"{self.plan.data}:{rest if kind == self.plan.data else given}"
 

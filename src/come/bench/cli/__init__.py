@@ -1,4 +1,4 @@
-"""The command line: `come bench`, `report`, `compare`, `reproduce`, `protocol`, `serve`, `list` and `doctor`."""
+"""The command line: `come bench`, `report`, `compare`, `reproduce`, `protocol`, `serve`, `demo`, `list` and `doctor`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import warnings
 
 import typer
 
-from come.bench.cli import bench, doctor, lists, protocol, reports, reproduce, serve
+from come.bench.cli import bench, demo, doctor, lists, protocol, reports, reproduce, serve
 from come.bench.cli.app import app
 from come.errors import ComeError, printable
 
 __all__ = ["app", "main"]
 
-for _module in (bench, reports, reproduce, protocol, serve, lists, doctor):  # in the order of --help
+for _module in (bench, reports, reproduce, protocol, serve, demo, lists, doctor):  # in the order of --help
     _module.add(app)
 
 

@@ -43,6 +43,11 @@ from come.running import Precision
 EXTRAS = {
     "bench": "come bench, report, compare, reproduce",
     "data": "come bench --data hf:NAME and webdataset:SHARDS",
+    "clip": "come bench --model open_clip:NAME",
+    "demo": "come demo: methods side by side, in a browser",
+    "export": "classifier.export to ONNX",
+    "lightning": "come.integrations.lightning and torchmetrics",
+    "log": "come bench --log: TensorBoard, Weights & Biases",
     "serve": "come serve: one model for many tenants over HTTP",
     "serve-ray": "come serve --replicas: several GPUs or machines",
     "ray": "come bench --engine ray: cells on a cluster",

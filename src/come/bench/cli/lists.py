@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from come import corruptions, methods, objectives
 from come.bench import models, protocols, settings
 from come.bench.cli.options import Debug, Json
-from come.bench.data.opening import KINDS
+from come.bench.data import opening
 from come.errors import unknown
 from come.method import Method
 from come.registry import summary
@@ -35,7 +35,7 @@ LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
         *((n, p.summary, p.expected) for n in protocols.names() for p in (protocols.get(n),)),
     ],
     "models": lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()],
-    "data": lambda: [("data", "what it is"), *((kind.usage, kind.about) for kind in KINDS.values())],
+    "data": lambda: [("data", "what it is"), *((k.usage, k.about) for n in opening.names() for k in (opening.get(n),))],
 }
 
 

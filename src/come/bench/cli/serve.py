@@ -125,12 +125,12 @@ def serve(
 ) -> None:
     """Serve one model to many tenants over HTTP; each tenant adapts by itself.
 
-    Needs [bold]pip install "come-tta[serve]"[/], with --replicas "come-tta[serve-ray]". Ctrl-C or SIGTERM ends it; all
+    Needs [bold]pip install "come-tta\\[serve]"[/], with --replicas "come-tta\\[serve-ray]". Ctrl-C or SIGTERM ends it; all
     states are written first.
     """
-    _check_installed("serve", ("fastapi", "uvicorn", "prometheus_client", "filelock"))
+    check_installed("serve", "serve", ("fastapi", "uvicorn", "prometheus_client", "filelock"))
     if replicas is not None:
-        _check_installed("serve-ray", ("ray.serve",))
+        check_installed("serve", "serve-ray", ("ray.serve",))
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -192,12 +192,13 @@ def _run_on_ray(
         serve.shutdown()  # replicas write their states
 
 
-def _check_installed(extra: str, packages: tuple[str, ...]) -> None:
+def check_installed(command: str, extra: str, packages: tuple[str, ...]) -> None:
+    """Say what to install if a command's packages are missing."""
     for package in packages:
         try:
             importlib.import_module(package)
         except ModuleNotFoundError as error:
-            raise missing("come serve", error, extra) from error
+            raise missing(f"come {command}", error, extra) from error
 
 
 def add(app: typer.Typer) -> None:

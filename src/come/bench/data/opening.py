@@ -16,7 +16,8 @@ from come.bench.data.preprocess import Preprocess
 from come.bench.data.shards import ShardSource
 from come.bench.data.source import Source
 from come.bench.data.torchvision_sets import TorchvisionSource
-from come.errors import InputError, unknown
+from come.errors import InputError, shown, unknown
+from come.registry import Registry
 
 
 class Kind(NamedTuple):
@@ -28,7 +29,7 @@ class Kind(NamedTuple):
     """From the specification, what follows the colon in it, and how pictures are read."""
 
 
-KINDS: dict[str, Kind] = {
+_OURS: dict[str, Kind] = {
     "glyphs": Kind(
         "glyphs[:SIZE]",
         "embedded: 100 classes of characters, 32x32, drawn on the fly",
@@ -89,6 +90,39 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def _check(name: str, thing: object) -> str:
+    if not isinstance(thing, Kind):
+        return f"must be a come.bench.data.opening.Kind, got {shown(thing)}"
+    if thing.usage.partition(":")[0].partition("[")[0] != name:
+        return f"must have a usage that begins with its name, got {shown(thing.usage)}"
+    return ""
+
+
+_registry: Registry[Kind] = Registry("data", entry_points="come.data", check=_check)
+for _name, _kind in _OURS.items():
+    _registry.add(_name, _kind)
+
+
+def names() -> list[str]:
+    """Names of all kinds of sources, those of other packages last.
+
+    Example:
+        >>> names()[:2]
+        ['glyphs', 'glyph-outliers']
+    """
+    return _registry.names()
+
+
+def get(name: str) -> Kind:
+    """The kind of source of that name.
+
+    Example:
+        >>> get("glyphs").usage
+        'glyphs[:SIZE]'
+    """
+    return _registry.get(name)
+
+
 def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: OnBadImage = "raise") -> Source:
     """Open a source by its specification.
 
@@ -101,14 +135,18 @@ def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: O
         >>> len(open_source("glyphs:500"))
         500
     """
-    kind, _, rest = spec.partition(":")
-    if kind not in KINDS:
-        raise unknown("data", kind, KINDS)
+    name, _, rest = spec.partition(":")
+    kind = get(name)
     if on_bad_image not in get_args(OnBadImage):
         raise unknown("value of --on-bad-image", on_bad_image, get_args(OnBadImage))
-    if not rest and "[" not in KINDS[kind].usage:
-        raise InputError(f"data {spec!r} lacks its path; write {KINDS[kind].usage}")
-    return KINDS[kind].open(spec, rest, preprocess or Preprocess(), on_bad_image)
+    if not rest and "[" not in kind.usage:
+        raise InputError(f"data {spec!r} lacks its path; write {kind.usage}")
+    source = kind.open(spec, rest, preprocess or Preprocess(), on_bad_image)
+    if not isinstance(source, Source):  # of somebody else's package
+        raise InputError(
+            f"data {spec!r} must open as a come.bench.data.Source, got {shown(source)}; repair its package"
+        )
+    return source
 
 
 def _count(spec: str, text: str) -> int:

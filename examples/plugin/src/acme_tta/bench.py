@@ -1,0 +1,40 @@
+"""Data and settings of ours, for `come bench`."""
+
+from torch.utils.data import Dataset
+
+from come.bench.data import DatasetSource, Glyphs
+from come.bench.data.opening import Kind
+from come.bench.settings import Setting, get
+from come.errors import require_int
+from come.registry import literal
+
+
+class Negatives(Dataset):
+    """Pairs of a uint8 image (3, H, W), or a PIL image, and its label: any data set of torch will do."""
+
+    def __init__(self, size):
+        self.characters = Glyphs("test", size)
+
+    def __len__(self):
+        return len(self.characters)
+
+    def __getitem__(self, i):
+        image, label = self.characters[i]
+        return 255 - image, label
+
+
+def _open(spec, rest, preprocess, on_bad_image):
+    """From `negatives` or `negatives:SIZE`."""
+    size = literal(rest) if rest else 1920
+    require_int("SIZE of negatives:SIZE", size, 1)
+    return DatasetSource(Negatives(size), num_classes=100, name=spec, preprocess=preprocess)
+
+
+negatives = Kind("negatives[:SIZE]", "the embedded characters in negative", _open)
+
+
+def _backwards(*world):
+    yield from reversed(list(get("standard").episodes(*world)))
+
+
+backwards = Setting("backwards", "standard, the last corruption first", _backwards)

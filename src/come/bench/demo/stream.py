@@ -1,0 +1,241 @@
+"""The stream of a demo: four adapters take the same batches, and each says how it fares. Nothing here knows of a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+
+import come
+from come import corruptions, methods
+from come.bench import models
+from come.bench.cell import Description, Severity
+from come.bench.data import Batch, Glyphs, GlyphSource, Stream, batches
+from come.bench.data.glyphs_fonts import CLASSES
+from come.bench.measure import Table
+from come.bench.record import Rows
+from come.errors import require, unknown
+from come.images import Normalization
+from come.metrics import accuracy
+
+CLEAN = "none"
+"""The corruption that leaves images as they are."""
+METHODS = ("tent", "eata", "sar", "deyo")
+"""Those of the paper and after that take an objective and one or two forwards."""
+RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+BATCH = 64
+CALIBRATION = 512
+"""Clean source images that the threshold for abstaining is chosen on."""
+RISK = 0.05
+"""Share of wrong answers that is promised on such images."""
+EXAMPLES = 6
+"""Images of each batch that are shown."""
+RECENT = 5
+"""Batches that a curve looks back on."""
+
+
+class Choice(Description):
+    """What a visitor chooses.
+
+    Example:
+        >>> Choice(corruption="fog", rate=10.0).method
+        'tent'
+        >>> Choice(severity=6)
+        Traceback (most recent call last):
+        ...
+        come.errors.ConfigError: severity must be less than or equal to 5, got 6
+    """
+
+    corruption: str = "contrast"
+    severity: Severity = 5
+    rate: float = 1.0
+    """Factor on the learning rate of every method that has one."""
+    method: Literal["tent", "eata", "sar", "deyo"] = "tent"
+    """What EM and COME are the objective of."""
+    model: Literal["glyphs-vit", "glyphs-resnet"] = "glyphs-resnet"
+    guard: bool = True
+    """Whether the guard undoes a collapse; otherwise it reports it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Choice:
+        if self.corruption not in (known := (CLEAN, *corruptions.names())):
+            raise unknown("corruption", self.corruption, known)
+        require(self.rate in RATES, "rate", self.rate, f"one of {', '.join(f'{rate:g}' for rate in RATES)}")
+        return self
+
+
+@dataclass
+class Lane:
+    """One method on the stream, and what it has answered so far.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        >>> lane = Lane("Tent + COME", come.adapt(model, "tent"))
+        >>> _ = lane.adapter.calibrate([torch.randn(8, 4) for _ in range(4)], coverage=0.9)
+        >>> lane.take(Batch(torch.randn(8, 4), torch.zeros(8).long(), torch.arange(8), torch.zeros(8).long()))
+        >>> len(lane.rows["prediction"]), lane.state
+        (8, 'not checked yet')
+    """
+
+    title: str
+    adapter: come.Adapter
+    events: list[come.Event] = field(default_factory=list)
+    rows: Rows = field(default_factory=dict)
+    """Of all samples so far: label, prediction, softmax (the largest probability), abstain; (N,)."""
+
+    def take(self, batch: Batch) -> None:
+        """Adapt to a batch and keep what was answered."""
+        step = self.adapter.step(batch.images)
+        table = Table(self.adapter.method.objective)
+        table.add(step, batch, 0)
+        assert step.abstain is not None  # it was calibrated
+        found = table.rows() | {"abstain": step.abstain}
+        kept = ("label", "prediction", "softmax", "abstain")
+        self.rows = {name: torch.cat([*([self.rows[name]] if self.rows else []), found[name]]) for name in kept}
+
+    @property
+    def accuracy(self) -> float:
+        """Share of all answers that are right."""
+        return accuracy(self.rows["prediction"], self.rows["label"])
+
+    @property
+    def confidence(self) -> float:
+        """Mean of the largest softmax probability: the same measure for every method, whatever its objective."""
+        return self.rows["softmax"].mean().item()
+
+    @property
+    def answered(self) -> float:
+        """Share of the samples that it does not abstain from."""
+        return 1 - self.rows["abstain"].float().mean().item()
+
+    @property
+    def wrong(self) -> float | None:
+        """Share of wrong answers among those; None if there are none."""
+        relied = ~self.rows["abstain"]
+        if not relied.any():
+            return None
+        return 1 - accuracy(self.rows["prediction"][relied], self.rows["label"][relied])
+
+    def curve(self, name: str) -> list[float]:
+        """Mean "accuracy" or "confidence" of the last `RECENT` batches, after each batch."""
+        right = (self.rows["prediction"] == self.rows["label"]).float()
+        values = {"accuracy": right, "confidence": self.rows["softmax"]}[name]
+        ends = range(BATCH, len(values) + BATCH, BATCH)
+        return [values[max(0, end - RECENT * BATCH) : end].mean().item() for end in ends]
+
+    @property
+    def rate(self) -> float | None:
+        """The learning rate with the guard's factor; None if the method has none."""
+        if not self.adapter.method.descends:
+            return None
+        return self.adapter.learning_rate(BATCH) * self.adapter.health()["lr_scale"]
+
+    @property
+    def collapses(self) -> int:
+        """How many the guard has found."""
+        return sum(event.kind == "collapse" for event in self.events)
+
+    @property
+    def state(self) -> str:
+        """What the guard found last, in a word or two."""
+        if not self.adapter.method.changes:
+            return "does not adapt"
+        return STATES.get(self.events[-1].kind, self.events[-1].kind) if self.events else "not checked yet"
+
+    @property
+    def alarm(self) -> bool:
+        """Whether that is bad news."""
+        return bool(self.events) and self.events[-1].kind not in ("healthy", "raised")
+
+    @property
+    def said(self) -> str:
+        """The guard's last words, with the batch that they are about; "" if it has said nothing."""
+        if not self.events:
+            return ""
+        last = self.events[-1].step
+        words = [event.message.removeprefix(f"{event.kind}: ") for event in self.events if event.step == last]
+        return f"Batch {last + 1}: {'; '.join(words)}."
+
+
+STATES = {"healthy": "healthy", "raised": "healthy", "suspicious": "unusual", "collapse": "collapsed"}
+"""Kinds of events and what a visitor reads; others are called by their kind."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What there is to see after a batch."""
+
+    choice: Choice
+    number: int
+    """Batches so far."""
+    total: int
+    images: Tensor
+    """(E, 3, 32, 32) uint8: the first ones of the batch, as the model saw them."""
+    lanes: Sequence[Lane]
+
+    def example(self, lane: Lane, place: int) -> tuple[str, str, float, bool]:
+        """Of the image at that place: what it shows, what a method says, how sure it is, and whether it abstains."""
+        row = {name: values[BATCH * (self.number - 1) + place] for name, values in lane.rows.items()}
+        label, prediction = (CLASSES[int(row[name])] for name in ("label", "prediction"))
+        return label, prediction, row["softmax"].item(), bool(row["abstain"])
+
+
+@lru_cache
+def _model(name: str) -> models.Model:
+    return models.load(name)
+
+
+@lru_cache
+def _data() -> GlyphSource:
+    return GlyphSource()
+
+
+@lru_cache
+def _clean() -> tuple[Tensor, Tensor]:
+    return Glyphs("source", CALIBRATION).batch(range(CALIBRATION))
+
+
+def lanes(choice: Choice) -> list[Lane]:
+    """No Adapt, the chosen method with EM and with COME, and the recommended one; calibrated, before the first batch."""
+    model = _model(choice.model)
+    images, labels = (torch.split(part, BATCH) for part in _clean())
+    source = [(model.preprocess(x), y) for x, y in zip(images, labels, strict=True)]
+    name = methods.get(choice.method).__name__
+    wanted = {
+        "No Adapt": ("source", "em"),
+        f"{name} + EM": (choice.method, "em"),
+        f"{name} + COME": (choice.method, "come"),
+        "Steady": ("steady", "come"),
+    }
+    found = []
+    for title, (method, objective) in wanted.items():
+        events: list[come.Event] = []
+        guard = come.Guard(policy="recover" if choice.guard else "warn", on_event=events.append)
+        known = methods.get(method)
+        more: dict[str, Any] = {"source": [x for x, _ in source]} if "source" in known.hyperparameters() else {}
+        if known.descends:
+            batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.module.modules())
+            more["lr"] = choice.rate * methods.make(method, **more).learning_rate(BATCH, batch_norm)
+        adapter = come.adapt(model.module, method, objective=objective, guard=guard, **more)
+        adapter.calibrate(source, risk=RISK)
+        found.append(Lane(title, adapter, events))
+    return found
+
+
+def watch(choice: Choice) -> Iterator[Scene]:
+    """Run the embedded stream, batch by batch; runs share a model and images, and nothing that changes."""
+    running, data, preprocess = lanes(choice), _data(), _model(choice.model).preprocess
+    corruption = None if choice.corruption == CLEAN else choice.corruption
+    stream = Stream.shuffled("glyphs", len(data), corruption=corruption, severity=choice.severity, seed=0)
+    total = -(-len(data) // BATCH)
+    for number, batch in enumerate(batches(data, stream, preprocess, batch_size=BATCH), start=1):
+        for lane in running:
+            lane.take(batch)
+        seen = Normalization.of(preprocess.normalization).images(batch.images[:EXAMPLES])
+        images = (seen * 255).round().clamp(0, 255).byte()
+        yield Scene(choice, number, total, images, running)
