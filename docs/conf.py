@@ -8,9 +8,12 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
 import come
+import come.serve.http  # here, because autodoc imports with typing.TYPE_CHECKING on, and FastAPI does not survive that
 
 project = "come"
 author = "The COME developers"
@@ -25,15 +28,18 @@ nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # tqdm, in the kernels
 
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "exclude-members": "model_config"}
 autodoc_typehints_format = "short"
 default_role = "code"
+highlight_language = "none"
 # Types in signatures are of torch, of Python, or of modules that no page shows. Names that a docstring refers to are checked.
 nitpick_ignore_regex = [("py:(class|exc|obj)", ".*")]
 
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_title = f"come {release}"
 copybutton_prompt_text = ">>> |\\.\\.\\. "
 copybutton_prompt_is_regexp = True
@@ -77,11 +83,31 @@ def docstring(app, what, name, obj, options, lines):
     for indented, part in groupby(lines, lambda line: line.startswith("    ") or (not line and None)):
         starts = indented and text and not text[-1] and not (len(text) > 1 and text[-2].startswith((".. ", "    ")))
         text += [*(("::", "") if starts else ()), *part]
+    for field, about in getattr(obj, "model_fields", {}).items():  # a typed record: its fields are its arguments
+        words = re.sub(r"\[/?\w*\]", "`", about.description or "")
+        text += [f"* `{field} = {about.get_default(call_default_factory=True)!r}`: {words}"] if words else []
     kind = "object" if what in ("attribute", "property", "data") else what  # their "text: text" is no type
     lines[:] = GoogleDocstring(text, Config(), app, kind, name, obj, options).lines()
 
 
+def signature(app, what, name, obj, options, arguments, returns):
+    """Typed records have too many arguments for a line; `docstring` lists them."""
+    return ("", None) if what == "class" and hasattr(obj, "model_fields") else None
+
+
+def formula(block):
+    """Formulas as MathML, which browsers show by themselves: no script is loaded from elsewhere."""
+
+    def visit(writer, node):
+        writer.body.append(tex2mathml(node.astext(), as_block=block))
+        raise SkipNode
+
+    return visit, None
+
+
 def setup(app):
     """Sphinx calls this."""
+    app.add_html_math_renderer("mathml", formula(block=False), formula(block=True))
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", docstring)
+    app.connect("autodoc-process-signature", signature)

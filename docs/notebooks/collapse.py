@@ -56,8 +56,10 @@ for name, predicted in found.items():
     axes[1].plot(rates, [len(p[late].unique()) for p in predicted], "o-", label=name)
 axes[0].axhline(accuracy(source), color="grey", linestyle=":", label="source")
 axes[1].axhline(len(source[late].unique()), color="grey", linestyle=":")
-axes[0].set(xscale="log", xlabel="learning rate", title="accuracy, %")
-axes[1].set(xscale="log", xlabel="learning rate", title="classes named")
+for axis, title in zip(axes, ("accuracy, %", "classes named"), strict=True):
+    axis.set(xscale="log", xlabel="learning rate", title=title)
+    axis.set_xticks(rates, rates)
+    axis.minorticks_off()
 axes[0].legend()
 print(f"{'rate':<8}" + "".join(f"{lr:>8}" for lr in rates))
 for name, predicted in found.items():
