@@ -69,6 +69,7 @@ def read(app, page, content):
     def there(found):
         text, path = found.groups()
         file = Path(os.path.normpath(home.parent / path))
+        file = file / "README.md" if file.is_dir() else file
         shown = next((name for name, other in REPLACED.items() if file == DOCS.parent / other), None)
         if shown is None and not file.is_relative_to(DOCS):
             return f"{{download}}`{text.strip('`')} <{os.path.relpath(file, (DOCS / page).parent)}>`"

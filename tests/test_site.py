@@ -81,6 +81,7 @@ def test_broken_links_and_lost_pages_fail(tmp_path):
 # ---- what the pages show ----
 
 ELSEWHERE = {
+    "integrations": "packages that reach for a network: test_integrations.py",
     "models": "a file, and commands that use it: test_models.py",
     "plugins": "packages to install: test_plugins.py",
     "protocols": "registers a protocol for good: test_protocols.py",
