@@ -433,9 +433,6 @@ def test_the_benchmark_of_the_page_runs():
 
 def test_what_the_page_says():
     page = (Path(__file__).parents[1] / "docs" / "abstain.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
     for samples, percent in re.findall(r"(\d+)(?: samples)? for (\d)%", page):
         risk, samples = int(percent) / 100, int(samples)
         none = torch.zeros(samples, dtype=torch.bool)

@@ -156,6 +156,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"corruptions": corruptions.names("standard")},
     ),
 }
+"""What `come bench --preset NAME` runs: in words, and as arguments of `Plan`."""
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def corrupt(
             - 1.
             Pass it when a data set is corrupted in batches, else every batch gets the same noise.
         table: parameter table: ``"cifar"`` (made for 32 pixels), ``"tiny"`` (64), ``"imagenet"`` (224) or
-            ``"imagenet_original"`` (see :mod:`come.corruptions.tables`); None chooses by the shorter side: up
+            ``"imagenet_original"`` (see `come.corruptions.tables`); None chooses by the shorter side: up
             to 48, up to 96, larger.
 
     Returns:

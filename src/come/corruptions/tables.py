@@ -26,6 +26,7 @@ GROUPS: Final[dict[str, tuple[str, ...]]] = {
 
 NOMINAL_SIZE: Final[dict[str, int]] = {"cifar": 32, "tiny": 64, "imagenet": 224, "imagenet_original": 224}
 TABLES: Final[tuple[str, ...]] = tuple(NOMINAL_SIZE)
+"""Names of the tables of parameters, each for images of one size."""
 
 
 def _zooms(step: float, count: int) -> tuple[float, ...]:

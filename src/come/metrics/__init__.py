@@ -4,12 +4,12 @@ A confidence is any score that is larger for a more confident prediction. Equal 
 value depends on the order of the samples. Infinite confidences are allowed; a NaN is refused with an `InputError`, except
 by `fpr`. Every metric has a value for every set, also for an empty one; `summary` leaves out what says nothing.
 
-counting     accuracy, labelled_mean, dominant_share
-ranking      fpr (the paper's), fpr95 (OpenOOD's), auroc, aupr
-calibration  ece, nll, brier
-selective    risk_by_coverage, aurc, abstention_accuracy; selective: of the rows of a run
-scores       SCORES: confidences by name
-summaries    summary: all of them; trajectory: along the stream
+    counting     accuracy, labelled_mean, dominant_share
+    ranking      fpr (the paper's), fpr95 (OpenOOD's), auroc, aupr
+    calibration  ece, nll, brier
+    selective    risk_by_coverage, aurc, abstention_accuracy; selective: of the rows of a run
+    scores       SCORES: confidences by name
+    summaries    summary: all of them; trajectory: along the stream
 """
 
 from come.metrics.calibration import LARGEST_NLL, brier, ece, nll

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 Rows = Mapping[str, Tensor]
+"""What a run keeps of its samples: tensors (N,) by name."""
 
 SCORES: Mapping[str, Callable[[Rows], Tensor]] = {
     "confidence": lambda rows: rows["confidence"],

@@ -100,7 +100,7 @@ class Service:
         method: as in `come.Fleet`.
         shape: of one sample as clients send it, e.g. (3, 224, 224).
         dtype: of samples as clients send them: "float32", or "uint8" together with `preprocess`.
-        preprocess: makes a batch (B, *shape) the model's input, each sample by itself. None: it is that already.
+        preprocess: makes a batch `(B, *shape)` the model's input, each sample by itself. None: it is that already.
         adapt: "inline": the answer is that of the adapting step. "after": answer first, adapt when nobody waits, and before
             the tenant's next answer. "every:N": adapt with
             every N-th request of a tenant. "shift" or "shift:MEAN,STD": adapt while a tenant's uncertainty is above its
@@ -222,7 +222,7 @@ class Service:
         """Choose when to abstain, for all tenants; before it, from invalid samples only. Requests wait meanwhile.
 
         Args:
-            data: batches x or (x, y) of source data, x (n, *shape) in `dtype` as clients send it.
+            data: batches x or (x, y) of source data, x `(n, *shape)` in `dtype` as clients send it.
             **how: risk, coverage, delta, score and follow, as in `come.Adapter.calibrate`. A threshold that follows is each
                 tenant's own, and moves when the tenant adapts.
         """
@@ -241,7 +241,7 @@ class Service:
 
         Args:
             name: of the tenant, 1 to 128 letters, digits and `_ . @ + : = -`, no dot first.
-            x: (n, *shape) in `dtype`, n from 1 to `max_samples`, finite.
+            x: `(n, *shape)` in `dtype`, n from 1 to `max_samples`, finite.
         """
         return cast(Answer, self.ask("predict", name, x).result())
 
@@ -262,7 +262,7 @@ class Service:
         return cast(Metrics, self.ask("metrics").result())
 
     def uncertainty(self, x: Tensor) -> tuple[float, float]:
-        """Mean and standard deviation of the source model's uncertainty on samples (n, *shape): the reference of "shift"."""
+        """Mean and standard deviation of the source model's uncertainty on samples `(n, *shape)`: the reference of "shift"."""
         return cast("tuple[float, float]", self.ask("uncertainty", x).result())
 
     def ask(self, what: str, *arguments: Any) -> Future[Any]:
