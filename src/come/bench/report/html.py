@@ -198,12 +198,17 @@ def _table(table: Table, heat: bool = False) -> Context:
 
 
 def _shades(table: Table) -> dict[tuple[int, int], float]:
-    """By row and column: points by which a number is better than the source's, and a difference that was found than none."""
+    """By row and column: points by which a number is better than the source's, and a difference that was found than none.
+
+    Empty without a source.
+    """
     source = next((row.entries for row in table.rows if row.method == "source"), None)
+    if source is None:
+        return {}
     found = {}
     for k, row in enumerate(table.rows):
         for i, (_, name) in enumerate(table.keys):
-            entry, than = row.entries[i], source[i] if source else None
+            entry, than = row.entries[i], source[i]
             sign = -1 if METRICS[name].lower_is_better else 1
             if entry and not row.ran_with and entry.change != "same":
                 found[k, i] = sign * entry.mean
