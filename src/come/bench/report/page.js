@@ -91,7 +91,7 @@ for (const plot of document.querySelectorAll(".plot[data-x]")) {
     return a.x === b.x ? b.y : a.y + ((x - a.x) / (b.x - a.x)) * (b.y - a.y);
   };
   plot.addEventListener("pointermove", (event) => {
-    const box = plot.getBoundingClientRect(), here = ((event.clientX - box.left) / box.width) * plot.viewBox.baseVal.width;
+    const here = new DOMPoint(event.clientX, event.clientY).matrixTransform(plot.getScreenCTM().inverse()).x;
     const shown = lines.filter(({ path }) => !path.parentNode.classList.contains("off"));
     const near = (a, b) => (Math.abs(b.x - here) < Math.abs(a.x - here) ? b : a);
     const nearest = shown.flatMap(({ points }) => points).reduce(near, { x: Infinity });
