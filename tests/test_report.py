@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
@@ -13,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from come.bench.report import (
     configurations,
     describe_configurations,
     metrics_table,
+    panels,
     rates_table,
     reading,
     results_table,
@@ -35,7 +36,7 @@ from come.bench.report import (
     write_report,
 )
 from come.bench.report.costs import by_pair, cost
-from come.bench.report.findings import changes, collapses, headline, missing
+from come.bench.report.findings import by_effect, changes, collapses, headline, missing
 from come.bench.report.panels import MEASURES, looks
 from come.bench.report.reading import read
 from come.bench.report.tables import METRICS, Entry, Row, Table
@@ -409,10 +410,24 @@ def test_domains_without_a_reset_are_one_segment(tmp_path):
     folder = RunFolder(tmp_path)
     add(folder, "tent", "em", ("fog", "snow", "frost"), fresh=[True, False, True])
     found = read(folder, folder.records())
-    assert [piece.domain for piece in found.pieces] == ["fog", "snow", "frost"]
+    assert [(piece.domain, piece.fresh) for piece in found.pieces] == [("fog", True), ("snow", False), ("frost", True)]
     segments = [(segment.name, segment.borders) for segment in found.segments]
     assert segments == [("fog to snow, 2 domains without a reset", (200,)), ("frost", ())]
     assert found.segments[0].path["samples"][-1] == 400
+
+
+def test_risk_and_reliability_are_those_of_the_metrics(tmp_path):
+    """The mean of the curve is the AURC, and the gap to the diagonal, over all bins, is the ECE but for the width of a bin."""
+    folder = RunFolder(tmp_path)
+    record = add(folder, "tent", "em", size=600, samples_outside=60)
+    (piece,) = read(folder, [record]).pieces
+    found = record.result.metrics["fog"]
+    assert piece.risk.mean() == pytest.approx(found["aurc"], abs=0.01)
+    assert piece.risk[-1] == pytest.approx(1 - found["accuracy"] * 540 / 600)
+    right, wrong = (piece.counts[kind].reshape(15, 2).sum(axis=1) for kind in ("right", "wrong"))
+    gaps = abs(right - (right + wrong) * (np.arange(15) + 0.5) / 15)
+    assert gaps.sum() / 540 == pytest.approx(found["ece"], abs=1 / 30)
+    assert piece.counts["outlier"].sum() == 60
 
 
 def test_rows_that_are_gone_are_an_error_that_names_them(tmp_path):
@@ -432,7 +447,7 @@ def test_figures_are_written_the_same_each_time(small, tmp_path, format):
     first = write_figures(small, small.records(), tmp_path / "a", format)
     second = write_figures(small, small.records(), tmp_path / "b", format)
     assert [p.name for p in first] == [
-        f"{name}.{format}" for name in ("trajectories-fog", "confidence", "cost", "collapse")
+        f"{name}.{format}" for name in ("overview", "trajectories-fog", "confidence", "reliability", "cost", "collapse")
     ]
     assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(p.name for p in first)
@@ -491,7 +506,7 @@ def test_costs_of_unlike_machines_are_not_compared(tmp_path, machine):
     write_html(folder, records, tmp_path / "r.html")
     text = Page((tmp_path / "r.html").read_text()).text
     assert "These costs are not comparable" in text
-    assert "times source" not in text
+    assert "x source" not in text
     assert "Accuracy against time" not in (tmp_path / "r.html").read_text()
     write_report(records, tmp_path / "r.md")
     assert "These costs are not comparable: " in (tmp_path / "r.md").read_text()
@@ -528,11 +543,12 @@ def test_the_page_needs_nothing_else(page):
     assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-")
     assert "img-src data:;" in policy
     for tag, attributes in found.tags:
-        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "svg")
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "img", "foreignobject")
         for name in ("src", "href"):
             assert not re.match(r"(?:[a-z]+:)?//", attributes.get(name) or ""), (tag, attributes)
-        assert tag != "img" or attributes["src"].startswith("data:image/svg+xml;base64,")
-    assert not re.search(r"url\(|@import", page)
+        if tag in ("use", "image"):
+            assert re.match("#f[0-9]+-[0-9]+$" if tag == "use" else "data:image/png;base64,", attributes["href"])
+    assert not re.search(r"url\((?!#)|@import", page)
 
 
 def test_the_page_holds_what_was_asked_for(page, run):
@@ -546,20 +562,96 @@ def test_the_page_holds_what_was_asked_for(page, run):
     anchors = [a["id"] for _, a in found.tags if "id" in a]
     assert len(anchors) == len(set(anchors))
     assert {link[1:] for link in links if link.startswith("#")} <= set(anchors)
-    plots = [a for tag, a in found.tags if tag == "img" and a["class"] == "plot"]
-    assert len(plots) == 2 * len(MEASURES) + len(PAIRS) + 2 + 2
-    assert all(a["alt"] for a in plots)
+    plots = [a for tag, a in found.tags if tag == "svg" and a["aria-label"]]
+    # the whole stream, two streams, confidence, reliability, collapse, cost
+    assert len(plots) == 1 + 2 * len(MEASURES) + len(PAIRS) + 2 + 2 + 2
+    assert all(a["role"] == "img" for a in plots)
 
 
 def drawings(page):
-    sources = [a["src"] for tag, a in Page(page).tags if tag == "img"]
-    return [base64.b64decode(source.partition(",")[2]).decode() for source in sources]
+    return [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
 
 
 def test_drawings_are_whole_and_hold_numbers_only(page):
-    for text in drawings(page):
-        ElementTree.fromstring(text)
-        assert "nan" not in re.sub(r"data:image[^\"]+", "", text).lower()
+    for drawing in drawings(page):
+        for element in drawing.iter():
+            numbers = [
+                value
+                for key, value in element.attrib.items()
+                if key in ("d", "x", "y", "transform", "data-x", "data-y")
+            ]
+            assert not re.search("nan|inf", " ".join(numbers).lower())
+
+
+def test_drawings_take_their_colours_from_the_page(page):
+    style = page[page.index("<style>") : page.index("</style>")]
+    for drawing in drawings(page):
+        for element in drawing.iter():
+            found = element.get("style", "")
+            assert "#" not in found.replace("url(#", "")
+            assert all(f"{name}: light-dark(" in style for name in re.findall(r"var\((--\w+)\)", found))
+
+
+def test_values_can_be_read_from_what_is_drawn(run, page):
+    """The end of a line, by data-x and data-y, is the average of the table."""
+    drawing = next(d for d in drawings(page) if d.get("aria-label") == "Accuracy so far (%), fog")
+    ends = [list(map(float, drawing.get(f"data-{axis}").split()[:4])) for axis in "xy"]
+    for (method, objective), look in looks(run.records()).items():
+        (line,) = [
+            g.find("path")
+            for g in drawing.iter("g")
+            if g.get("data-series") == look.series and g.find("path") is not None
+        ]
+        place = list(map(float, line.get("d").split()[-2:]))
+        samples, accuracy = (
+            low + (at - a) / (b - a) * (high - low) for at, (a, b, low, high) in zip(place, ends, strict=True)
+        )
+        seeds = [r.result.metrics["fog"]["accuracy"] for r in run.records()
+                 if r.cell.pair == (method, objective) and "fog" in r.result.metrics]  # fmt: skip
+        assert samples == pytest.approx(200, abs=0.5)
+        assert accuracy == pytest.approx(100 * sum(seeds) / 2, abs=0.02)
+
+
+def test_axes_span_ten_points_at_least(page):
+    for drawing in drawings(page):
+        if "%" in drawing.get("aria-label") or "points" in drawing.get("aria-label"):
+            *_, low, high, kind = drawing.get("data-y").split()
+            assert kind == "linear"
+            assert float(high) - float(low) >= 9.999
+
+
+def test_the_method_with_the_largest_effect_comes_first(tmp_path):
+    folder = RunFolder(tmp_path)
+    add(folder, "source", "em", right=0.5)
+    for method, em, come in (("tent", 0.5, 0.55), ("sar", 0.9, 0.3)):
+        add(folder, method, "em", right=em)
+        add(folder, method, "come", right=come)
+    judged = verdicts(folder, folder.records())
+    assert by_effect(folder.records(), judged)[0] == ("sar", "em", "come")
+    write_html(folder, folder.records(), tmp_path / "r.html", verdicts=judged)
+    found = Page((tmp_path / "r.html").read_text())
+    words = r"The largest change: COME in place of EM takes the accuracy of sar from 9\S+% to [23]\S+% "
+    assert re.search(words + r"\(-[56]\S+ points; the source has \S+%\)\.", found.text)
+    buttons = [a for tag, a in found.tags if tag == "button" and "data-series" in a]
+    labels = {look.series: pair[0] for pair, look in looks(folder.records()).items()}
+    assert [labels[b["data-series"]] for b in buttons[:5]] == ["source", "sar", "sar", "tent", "tent"]
+    assert {labels[b["data-series"]] for b in buttons[:5] if "data-lead" in b} == {"source", "sar"}
+
+
+def test_a_table_is_a_heat_map_against_the_source(page):
+    """Blue and orange by how much better or worse than the source's a number is; the source itself has no colour."""
+    rows = re.findall(r'<tr class="[^"]*"><th scope="row" title="(.*?)">.*?</th>(.*?)</tr>', page)
+    cells = {name: re.findall(r'<td class="([^"]*)"( style="--h:\d+%")?', found) for name, found in reversed(rows)}
+    assert not any(style for _, style in cells["source"])
+    sar = [kind.split()[-1] for kind, style in cells["sar + come"] if style]
+    assert sar.count("up") >= 3
+    assert re.search(r"[123][05] points worse than the source", page)
+
+
+def test_averages_come_first(page):
+    (heads,) = re.findall(r'<section id="accuracy">.*?<thead>(.*?)</thead>', page, re.DOTALL)
+    found = re.findall(r'<button type="button">(.*?)</button>', heads)
+    assert found == ["Acc↑", "FPR↓", "FPR<br>softmax↓", "Fog", "Contr."]
 
 
 def test_links_follow_the_page(small, tmp_path):
@@ -575,12 +667,12 @@ def test_hostile_names_are_text(tmp_path, name, other):
     write_html(folder, folder.records(), tmp_path / "r.html", ["come", name])
     text = (tmp_path / "r.html").read_text()
     found = Page(text)
-    assert not [a for tag, a in found.tags if tag == "img" and not a["src"].startswith("data:image/svg+xml;base64,")]
+    assert not [tag for tag, _ in found.tags if tag == "img"]
     assert sum(tag == "script" for tag, _ in found.tags) == 1
     assert not [a for _, a in found.tags if any(key.startswith("on") for key in a)]
     assert found.text.startswith(f"{name} on {other}: test-time adaptation")
-    assert [" ".join(text.split()) for text in found.texts].count(f"{name} + come") >= 4  # tables
-    drawn = [element.text for text in drawings(text) for element in ElementTree.fromstring(text).iter()]
+    assert [a.get("title") for tag, a in found.tags if tag == "th"].count(f"{name} + come") >= 4  # tables
+    drawn = [element.text for drawing in drawings(text) for element in drawing.iter()]
     assert f"{name if len(name) < 25 else f'{name[:23]}…'} + come" in drawn
 
 
@@ -637,11 +729,7 @@ def test_long_names_are_cut(tmp_path):
     for part in to_rich(results_table(records), 80):
         Console(width=80, file=io.StringIO()).print(part)
     write_html(folder, records, tmp_path / "r.html")
-    assert all(
-        len(text or "") < 150
-        for d in drawings((tmp_path / "r.html").read_text())
-        for text in ElementTree.fromstring(d).itertext()
-    )
+    assert all(len(text or "") < 150 for d in drawings((tmp_path / "r.html").read_text()) for text in d.itertext())
 
 
 def test_of_many_streams_some_are_drawn_and_it_says_so(tmp_path, monkeypatch):
@@ -653,22 +741,23 @@ def test_of_many_streams_some_are_drawn_and_it_says_so(tmp_path, monkeypatch):
     assert "Of 3 streams, the first 2 are drawn." in found.text
     assert sum(tag == "div" and a.get("class") == "stream" for tag, a in found.tags) == 2
     with pytest.warns(UserWarning, match="of 3 streams, the first 2 are drawn"):
-        assert len(write_figures(folder, records, tmp_path / "f", "svg")) == 2 + 3
+        assert len(write_figures(folder, records, tmp_path / "f", "svg")) == 2 + 5
 
 
-def test_of_many_domains_some_are_told_apart_and_it_says_so(tmp_path):
-    domains = [f"domain {i}" for i in range(300)]
+def test_of_many_domains_some_are_told_apart_and_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(panels, "DOMAINS", 20)
+    domains = [f"domain {i}" for i in range(30)]
     folder = RunFolder(tmp_path / "run")
     for method in ("source", "tent"):
-        add(folder, method, "em", domains, size=4, fresh=[True] + [False] * 299)
+        add(folder, method, "em", domains, size=4, fresh=[True] + [False] * 29)
     write_html(folder, folder.records(), tmp_path / "r.html")
-    assert "Of 300 domains, the first 200 are drawn." in Page((tmp_path / "r.html").read_text()).text
+    assert "Of 30 domains, the first 20 are drawn." in Page((tmp_path / "r.html").read_text()).text
 
 
 def test_hostile_names_of_domains_stay_in_the_folder(tmp_path):
     folder = grid(tmp_path / "run", (("source", "em"),), ("../../a", "/b", "a/../b", "!"))
     names = [path.name for path in write_figures(folder, folder.records(), tmp_path / "f", "svg")]
-    assert set(names[:4]) == {f"trajectories-{name}.svg" for name in ("a", "a-b", "b", "domain")}
+    assert set(names[1:5]) == {f"trajectories-{name}.svg" for name in ("a", "a-b", "b", "domain")}
     assert sorted(names) == sorted(path.name for path in (tmp_path / "f").iterdir())
 
 
@@ -682,7 +771,14 @@ def test_other_alphabets_are_no_problem(tmp_path):
 def test_outliers_are_a_kind_of_their_own(tmp_path, page):
     folder = grid(tmp_path / "run", domains=("far",), samples_outside=60)
     write_html(folder, folder.records(), tmp_path / "r.html")
-    text = Page((tmp_path / "r.html").read_text()).text
-    assert "outliers" in text
-    assert "AUROC out" in text
+    found = Page((tmp_path / "r.html").read_text())
+    assert "outliers" in found.text
     assert "outliers" not in Page(page).text
+    # they lead: in the finding, and in the first section behind it
+    assert re.search(r"Outliers: \w+ has an AUROC of \S+% \(FPR95 \S+%\) with em and", found.text)
+    assert [a["id"] for tag, a in found.tags if tag == "section"][:2] == ["finding", "outliers"]
+    (table,) = re.findall(
+        r'<section id="outliers">.*?<thead>(.*?)</thead>', (tmp_path / "r.html").read_text(), re.DOTALL
+    )
+    heads = re.findall(r'<button type="button">(.*?)</button>', table)
+    assert heads == ["AUROC<br>out↑", "FPR95↓", "AUPR<br>in↑", "AUPR<br>out↑", "far"]

@@ -25,7 +25,7 @@ def write_run(path, pairs, domains, **more):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    domains = [f"corruption{i}" for i in range(4)] + [f"a_name_that_is_rather_long_{i}" for i in range(4)]
+    domains = [f"corruption{i}" for i in range(3)] + [f"a_name_that_is_rather_long_{i}" for i in range(2)]
     return write_run(tmp_path_factory.mktemp("page"), PAIRS, domains)
 
 
@@ -108,16 +108,113 @@ def test_lower_is_first_where_lower_is_better_and_one_column_sorts_at_a_time(bro
 @pytest.mark.parametrize("width", [DESK, PHONE])
 def test_plots_are_there_and_can_be_read(browser, page, width):
     load(browser, page, width)
-    shown = [plot for plot in find(browser, ".plot") if plot.is_displayed()]
-    assert len(shown) == 7 + 5 + 2 + 2  # one stream, five of confidence, two timelines, two of cost
-    for plot in shown:
-        assert plot.size["width"] > 200
-        assert plot.size["height"] > 100
-        assert plot.get_attribute("alt")
-    drawn = browser.execute_script("return [...document.images].map((i) => [i.complete, i.naturalWidth, i.width])")
-    assert all(complete and natural > 0 for complete, natural, _ in drawn)
-    # the smallest text is of 10 pixels
-    assert min(width / natural for _, natural, width in drawn if width) > 0.8
+    shown = browser.execute_script(
+        """return [...document.querySelectorAll(".plot:not(.swatch .plot)")].map((plot) => {
+             const box = plot.getBoundingClientRect();
+             return [box.width, box.height, box.width / plot.viewBox.baseVal.width, plot.getAttribute("aria-label")];
+           }).filter(([width]) => width)"""
+    )
+    # the whole stream, one stream, five of confidence, two of reliability, two timelines, two of cost
+    assert len(shown) == 1 + 7 + 5 + 2 + 2 + 2
+    for across, height, scale, label in shown:
+        assert across > 200
+        assert height > 100
+        assert scale * 8.5 > 7.9  # pixels of a text
+        assert label
+
+
+@pytest.mark.parametrize("width", [768, DESK])
+def test_no_panel_is_alone_in_a_row_but_over_the_whole_width(browser, page, width):
+    load(browser, page, width)
+    found = browser.execute_script(
+        """return [...document.querySelectorAll(".panels")].map((panels) => [panels.clientWidth, [...panels.children]
+             .map((panel) => panel.getBoundingClientRect()).map((box) => [Math.round(box.top), box.width])])"""
+    )
+    for whole, boxes in found:
+        rows = {top: [width for other, width in boxes if other == top] for top, _ in boxes}
+        assert all(len(row) > 1 or row[0] >= whole - 1 for row in rows.values()), rows
+
+
+def pointed(browser, plot):
+    """Put the pointer on the middle of a plot, and return what the tip says."""
+    from selenium.webdriver import ActionChains
+
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    ActionChains(browser).move_to_element(plot).perform()
+    (tip,) = find(browser, "#tip")
+    return tip.text if tip.is_displayed() else ""
+
+
+def drawn(browser, series, where):
+    """Whether something of a series can be seen there."""
+    return any(group.is_displayed() for group in find(browser, f'{where} .plot [data-series="{series}"] > path'))
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_the_finding_and_the_chart_are_above_the_fold(browser, page, width):
+    load(browser, page, width)
+    chart, lead = find(browser, "#finding .plot")[0].rect, find(browser, "#finding .lead")[0].rect
+    assert lead["y"] < 450
+    if width == DESK:
+        assert chart["y"] + chart["height"] < 800
+        assert chart["x"] > lead["x"] + lead["width"]
+    else:
+        assert chart["y"] < 800
+
+
+def test_a_pointer_shows_values(browser, page):
+    load(browser, page)
+    plot = find(browser, "#stream .stream:not([hidden]) .plot")[0]
+    head, *values = pointed(browser, plot).splitlines()
+    assert head.endswith("samples seen")
+    named = dict(zip(values[::2], map(float, values[1::2]), strict=True))
+    assert named.keys() == {"source", "tent + em", "tent + come", "sar + em", "sar + come"}
+    assert list(named.values()) == sorted(named.values(), reverse=True)
+    assert all(30 < value < 90 for value in named.values())
+    assert find(browser, ".guide")
+    pointed(browser, find(browser, "h1")[0])
+    assert not find(browser, ".guide")
+    whole = pointed(browser, find(browser, "#finding .plot")[0]).splitlines()
+    assert whole[0].startswith(("corruption", "a_name_that_is_rather_long_"))
+    assert whole[whole.index("source") + 1] == "0"
+
+
+def test_a_legend_switches_series_of_its_section(browser, page):
+    load(browser, page)
+    button = next(b for b in find(browser, "#stream .legend button") if b.text == "tent + come")
+    series = button.get_attribute("data-series")
+    assert drawn(browser, series, "#stream")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    assert not drawn(browser, series, "#stream")
+    plot = find(browser, "#stream .stream:not([hidden]) .plot")[0]
+    assert "tent + come" not in pointed(browser, plot)
+    button.send_keys(" ")
+    assert drawn(browser, series, "#stream")
+    assert "tent + come" in pointed(browser, plot)
+    assert browser.get_log("browser") == []
+
+
+def test_the_chart_begins_with_the_largest_effect(browser, page):
+    load(browser, page)
+    buttons = find(browser, "#finding .legend [data-series]")
+    on = [b.text for b in buttons if b.get_attribute("aria-pressed") == "true"]
+    assert on in (["source", "tent + em", "tent + come"], ["source", "sar + em", "sar + come"])
+    for button in buttons:
+        assert drawn(browser, button.get_attribute("data-series"), "#finding") == (button.text in on)
+    find(browser, "#finding .all")[0].click()
+    assert all(drawn(browser, button.get_attribute("data-series"), "#finding") for button in buttons)
+
+
+def test_without_a_script_everything_is_shown(browser, page):
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        load(browser, page)
+        assert not find(browser, ".off")
+        assert len([stream for stream in find(browser, ".stream") if stream.is_displayed()]) == 5
+        assert find(browser, ".plot title")  # what a pointer shows
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def test_a_stream_is_chosen(browser, page):
@@ -125,10 +222,10 @@ def test_a_stream_is_chosen(browser, page):
 
     load(browser, page)
     chooser = Select(browser.find_element("id", "stream-chooser"))
-    assert len(chooser.options) == 8
-    chooser.select_by_visible_text("corruption3")
+    assert len(chooser.options) == 5
+    chooser.select_by_visible_text("corruption2")
     (shown,) = [stream for stream in find(browser, ".stream") if stream.is_displayed()]
-    assert shown.find_element("css selector", "h3").get_attribute("textContent") == "corruption3"
+    assert shown.find_element("css selector", "h3").get_attribute("textContent") == "corruption2"
     assert all(plot.is_displayed() for plot in shown.find_elements("css selector", ".plot"))
 
 
@@ -137,14 +234,15 @@ def test_the_theme_follows_the_system_and_the_button(browser, page, theme):
     load(browser, page, theme=theme)
 
     def is_dark():
-        """The page, with text that can be read; drawings are turned with it."""
-        *colours, turned = browser.execute_script(
+        """The page, with text and lines that can be read."""
+        colours = browser.execute_script(
             """const style = (selector) => getComputedStyle(document.querySelector(selector));
-               return [style("body").backgroundColor, style("body").color, style(".plot").filter]"""
+               return [style("body").backgroundColor, style("body").color, style(".plot text").fill,
+                       style('#finding .plot [data-series="s1"] > path').stroke]"""
         )
-        paper, ink = (sum(map(int, colour[4:-1].split(", "))) for colour in colours)
-        assert abs(paper - ink) > 400
-        assert turned == ("invert(1) hue-rotate(180deg)" if paper < 200 else "none")
+        paper, *inks = (sum(map(int, colour[4:-1].split(", "))) for colour in colours)
+        assert abs(paper - inks[0]) > 400
+        assert all(abs(paper - ink) > 250 for ink in inks)
         return paper < 200
 
     assert is_dark() == (theme == "dark")
@@ -175,16 +273,36 @@ def test_tables_scroll_in_their_box_and_keep_their_first_column(browser, page):
     assert left == 0
 
 
+def test_that_a_table_goes_on_can_be_seen(browser, page):
+    """On a phone the averages are in sight, and the edge fades until the table has come to its end."""
+    load(browser, page, PHONE)
+    script = """const box = document.querySelector("#accuracy .scroll"), right = (e) => e.getBoundingClientRect().right;
+        box.scrollLeft = arguments[0];
+        const fade = box.querySelector(".fade").getBoundingClientRect();
+        return [right(box.querySelector("table")) - fade.left, right(box) - fade.right,
+                [...box.querySelectorAll("thead th")].filter((th) => right(th) <= fade.left).map((th) => th.innerText)]"""
+    covered, at_edge, heads = browser.execute_script(script, 0)
+    assert covered > 0
+    assert abs(at_edge) < 1
+    assert [" ".join(head.split()) for head in heads] == ["Method", "Acc↑", "FPR↓", "FPR softmax↓"]
+    covered, *_ = browser.execute_script(script, 10_000)
+    assert covered <= 0.5
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE
+
+
 def test_hostile_names_are_shown_and_run_nothing(browser, hostile):
     load(browser, hostile)
     assert browser.execute_script("return window.hit") is None
     assert browser.get_log("browser") == []
-    assert all(image.get_attribute("src").startswith("data:image/svg+xml;base64,") for image in find(browser, "img"))
+    assert not find(browser, "img")
     assert browser.find_element("css selector", "h1").text == f"{IMAGE} on {SCRIPT}"
     assert f"{IMAGE} + come" in names(browser, "#accuracy")
-    assert all(browser.execute_script("return [...document.images].map((image) => image.naturalWidth > 0)"))
     legend = [item.text for item in find(browser, "#stream .legend li")]
     assert set(legend) == {f"{n[:23]}… + {o}" for n in (IMAGE, SCRIPT) for o in ("em", "come")}
+    plot = find(browser, "#stream .stream:not([hidden]) .plot")[0]
+    assert f"{IMAGE[:23]}… + come" in pointed(browser, plot)
+    assert pointed(browser, find(browser, "#finding .plot")[0]).splitlines()[0] in (IMAGE, SCRIPT)
+    assert browser.execute_script("return window.hit") is None
 
 
 def test_a_long_name_leaves_room_for_the_numbers(browser, tmp_path):
@@ -198,6 +316,6 @@ def test_it_prints_on_white(browser, page):
     load(browser, page, theme="dark")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert browser.execute_script("return getComputedStyle(document.querySelector('.plot')).filter") == "none"
+    assert browser.execute_script("return getComputedStyle(document.querySelector('.plot image')).filter") == "none"
     assert not browser.find_element("id", "theme").is_displayed()
     assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000

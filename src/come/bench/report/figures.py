@@ -1,9 +1,7 @@
-"""The figures of a run: as files with many panels in each, and as images of one panel each, which fit on a phone."""
+"""The figures of a run: as files with many panels in each, and one by one for a page, where they fit on a phone."""
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -18,11 +16,13 @@ from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration
 from come.bench.report.rates import TITLE, draw_rates, sweeps
 from come.bench.report.reading import KINDS, Reading, read
+from come.bench.report.svg import inline
 from come.bench.report.tables import cut
 from come.errors import StateError, unknown
 from come.files import replacing
 
 if TYPE_CHECKING:
+    from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -37,11 +37,13 @@ class Panel:
 
     title: str
     draw: Callable[[Axes], None]
-    size: tuple[float, float] = (260, 175)
+    size: tuple[float, float] = (236, 166)
     left: float = 34
     bottom: float = 31
     top: float = 19
     right: float = 14
+    names: Sequence[str] = ()
+    """What the places 0, 1, ... of the horizontal axis are, if they are no numbers."""
 
     def put(self, figure: Figure, x: float = 0, y: float = 0) -> None:
         """Draw it with its lower left corner there."""
@@ -50,13 +52,11 @@ class Panel:
         axes = ((x + self.left) / width, (y + self.bottom) / height, inner[0] / width, inner[1] / height)
         self.draw(figure.add_axes(axes))
 
-    def image(self, of: str = "") -> tuple[str, str]:
-        """The panel as an address that holds all of it, and what a screen reader says of it."""
+    def inline(self, number: int, of: str = "") -> Markup:
+        """The panel as a part of a page, the number-th of its figures."""
         figure = new_figure(*self.size)
         self.put(figure)
-        text = io.BytesIO()
-        figure.savefig(text, format="svg", transparent=True, metadata=draw.NO_DATE["svg"])
-        return "data:image/svg+xml;base64," + base64.b64encode(text.getvalue()).decode(), self.title + of
+        return inline(figure, number, self.title + of, self.names)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict[str, list[Group]]:
-    """What there is to draw of a run: against the learning rate, along the streams, confidence, collapse and cost.
+    """What there is to draw of a run: the whole stream, learning rates, along the streams, confidence, cost and collapse.
 
     Args:
         points: of each line along a stream.
@@ -105,6 +105,16 @@ def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict
             for m in draw.MEASURES
         ]
         streams.append(Group(f"trajectories-{_file_name(name, names)}", name, panels, lines))
+    domains = draw.overview_domains(found.pieces)
+    overview = Panel(
+        draw.overview_title(found.pieces),
+        partial(draw.draw_overview, pieces=found.pieces, looks=looks),
+        (380, 230), 30, 20 if len(domains) <= 6 else 56, names=domains,
+    )  # fmt: skip
+    reliability = [
+        Panel(title, partial(part, pieces=found.pieces, looks=looks), (320, 225), 38, 32)
+        for title, part in (("Risk against coverage", draw.draw_risk), ("Reliability", draw.draw_reliability))
+    ]
     shares = {pair: draw.shares(found.pieces, pair) for pair in looks}
     top = max((float(share.max()) for kinds in shares.values() for share in kinds.values()), default=100.0)
     confidence = [
@@ -137,9 +147,11 @@ def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict
         for name in sweeps(records)
     ]
     return {
+        "overview": [Group("overview", "The whole stream", [overview], lines)],
         "rates": [Group("rates", TITLE, swept, [])] if swept else [],
         "streams": streams,
         "confidence": [Group("confidence", "Confidence", confidence, draw.legend_kinds(kinds))],
+        "reliability": [Group("reliability", "Risk and reliability", reliability, lines)],
         "cost": [Group("cost", "Cost", costs, lines)] if draw.can_draw_cost(records) else [],
         "collapse": [Group("collapse", "Collapse", strips, [])],
     }
@@ -166,8 +178,8 @@ def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | P
         format: pdf, svg, or png (200 dots per inch).
 
     Returns:
-        the files: against the learning rate, where there are several; along the stream, for each of the first 20 segments from
-        one reset to the next; then confidence, cost where costs can be compared, and collapse.
+        the files: the whole stream; against the learning rate, where there are several; along the stream, for each of the first
+        20 segments from one reset to the next; then confidence, reliability, cost where costs can be compared, and collapse.
 
     Raises:
         InputError: there are no records, or they are of several plans.

@@ -13,6 +13,7 @@ from come.bench.report.reading import Piece
 from come.bench.report.tables import Verdicts, domains_of, entries, names_of, objectives_of, rescored_source
 from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, called
 
+SHORTER = {"em": "EM", "come": "COME"}
 WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 
 
@@ -25,6 +26,46 @@ def changes(records: Sequence[Record], verdicts: Verdicts) -> dict[tuple[str, st
             if any(judged):
                 found[method, first, objective] = [verdict for verdict in judged if verdict is not None]
     return found
+
+
+def by_effect(records: Sequence[Record], verdicts: Verdicts) -> list[tuple[str, str, str]]:
+    """Methods with their first and further objective, by how much accuracy changes; what is within chance comes last."""
+    found = {key: judged[0] for key, judged in changes(records, verdicts).items() if judged[0].metric == "accuracy"}
+    return sorted(found, key=lambda key: (found[key].found, abs(found[key].difference)), reverse=True)
+
+
+def effect(records: Sequence[Record], verdicts: Verdicts) -> str:
+    """The first of `by_effect` in a sentence; empty if no method ran with two objectives."""
+    for method, before, after in by_effect(records, verdicts)[:1]:
+        verdict = verdicts[method, after, AVERAGE, "accuracy"]
+        if verdict.found:
+            source = next((o for m, o in names_of(records) if m == "source"), "")
+            (level,) = entries(records, "source", source, [(AVERAGE, "accuracy")])
+            other = "" if level is None else f"; the source has {level.mean:.1f}%"
+            return (
+                f"The largest change: {SHORTER.get(after, after)} in place of {SHORTER.get(before, before)} takes the accuracy "
+                f"of {method} from {verdict.before:.1f}% to {verdict.after:.1f}% ({verdict.points} points{other})."
+            )
+        if not verdict.reason:
+            return f"No change of accuracy beyond chance; the largest is that of {method}, {verdict.points} points."
+    return ""
+
+
+def outliers(records: Sequence[Record], verdicts: Verdicts) -> str:
+    """How the first of `by_effect` tells outliers from the known classes, in a sentence; empty if there are none."""
+    keys = [(AVERAGE, "auroc_outlier"), (AVERAGE, "fpr95")]
+
+    def numbers(method: str, objective: str) -> str | None:
+        auroc, fpr95 = entries(records, method, objective, keys)
+        return None if auroc is None or fpr95 is None else f"{auroc.mean:.1f}% (FPR95 {fpr95.mean:.1f}%)"
+
+    for method, *both in by_effect(records, verdicts)[:1]:
+        found = {o: text for o in both if (text := numbers(method, o))}
+        source = next((text for m, o in names_of(records) if m == "source" and (text := numbers(m, o))), None)
+        if len(found) == 2:
+            said = " and ".join(f"{text} with {objective}" for objective, text in found.items())
+            return f"Outliers: {method} has an AUROC of {said}" + (f"; the source has {source}." if source else ".")
+    return ""
 
 
 def headline(records: Sequence[Record], verdicts: Verdicts) -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +27,18 @@ from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
-from come.bench.report.findings import changes, collapses, extremes, failed, headline, missing, recoveries
+from come.bench.report.findings import (
+    by_effect,
+    changes,
+    collapses,
+    effect,
+    extremes,
+    failed,
+    headline,
+    missing,
+    outliers,
+    recoveries,
+)
 from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import (
@@ -33,10 +46,12 @@ from come.bench.report.tables import (
     Entry,
     Table,
     Verdicts,
+    cut,
     domains_of,
     metrics_table,
     names_of,
     objectives_of,
+    outliers_table,
     results_table,
     scores_note,
 )
@@ -48,6 +63,9 @@ POINTS = 36
 
 LISTED = 8
 """Items of a list in a sentence."""
+
+FULL = (10.0, 30.0)
+"""Points from the source at which a cell has its full colour: those of the farthest one, but no less and no more than these."""
 
 Context = dict[str, Any]
 
@@ -95,11 +113,12 @@ def write_html(
             seeds=sorted({r.cell.seed for r in records}),
             scores=scores_note(records),
             finding=_finding(records, judged, found.pieces, folder.failures()),
-            accuracy=_table(results_table(records, verdicts=judged)),
-            fprs=[_table(results_table(records, metric=name, verdicts=judged)) for name in _fprs(records)],
+            accuracy=_table(results_table(records, verdicts=judged), heat=True),
+            fprs=[_table(results_table(records, metric=name, verdicts=judged), heat=True) for name in _fprs(records)],
+            outliers=None if (outside := outliers_table(records)) is None else _table(outside, heat=True),
             metrics=_metrics(records),
             rates=None if (rates := rates_table(records, judged)) is None else _table(rates),
-            figures=_figures(records, found),
+            figures=_figures(records, found, judged),
             cost=_cost(records),
             protocol="" if outcome is None else str(outcome),
             setup=_setup(records, command) | {"protocol": "" if outcome is None else outcome.protocol.paragraph()},
@@ -123,6 +142,8 @@ def _finding(
     ]
     return {
         "headline": headline(without_sweeps(records), judged),
+        "effect": effect(records, judged),
+        "outliers": outliers(records, judged),
         "extremes": extremes(records),
         "cards": cards,
         "has_source": any(piece.pair[0] == "source" for piece in pieces),
@@ -140,23 +161,60 @@ def _listed(items: Iterable[str]) -> str:
     return "; ".join(items[:LISTED]) + more
 
 
-def _table(table: Table) -> Context:
-    """Heads with how their first click sorts and what they mean; rows of numbers, the best of a column marked."""
+def _table(table: Table, heat: bool = False) -> Context:
+    """Heads with how their first click sorts and what they mean; rows of numbers, the best of a column marked.
+
+    The averages come first: a phone shows a few columns.
+
+    Args:
+        heat: give each number a colour by how much better or worse than the source's it is.
+    """
+    order = sorted(range(len(table.keys)), key=lambda i: table.keys[i][0] != AVERAGE)
     heads = []
-    for text, (domain, name) in zip(table.columns, table.keys, strict=True):
-        metric = METRICS[name]
-        first = "ascending" if metric.lower_is_better else "descending"
-        heads.append((text, first, metric.meaning if domain == AVERAGE else domain))
-    best = [_best(table, i) for i in range(len(heads))]
+    for i in order:
+        domain, name = table.keys[i]
+        first = "ascending" if METRICS[name].lower_is_better else "descending"
+        text, tip = (
+            (table.columns[i], METRICS[name].meaning) if domain == AVERAGE else (cut(table.columns[i], 14), domain)
+        )
+        heads.append((text, first, tip))
+    best = [_best(table, i) for i in range(len(order))]
+    shades = _shades(table) if heat else {}
+    least, most = FULL
+    full = max(least, min(most, 5.0 * math.ceil(max(map(abs, shades.values()), default=0.0) / 5)))
     rows, before = [], None
-    for row in table.rows:
+    for k, row in enumerate(table.rows):
         kind = (
             "improve again" if row.score else "improve" if not row.ran_with else "first" if row.method != before else ""
         )
-        marked = [(e, bool(row.ran_with and e and _printed(e) == b)) for e, b in zip(row.entries, best, strict=True)]
-        rows.append((kind, row.name.strip(), marked))
+        cells = []
+        for i in order:
+            entry, shade = row.entries[i], round(100 * shades.get((k, i), 0.0) / full)
+            is_best = bool(row.ran_with and entry and _printed(entry) == best[i])
+            cells.append((entry, is_best, max(-100, min(100, shade))))
+        rows.append((kind, row.name.strip(), cells))
         before = row.method
-    return {"heads": heads, "rows": rows}
+    return {"heads": heads, "rows": rows, "full": full if shades else None}
+
+
+def _shades(table: Table) -> dict[tuple[int, int], float]:
+    """By row and column: points by which a number is better than the source's, and a difference that was found than none.
+
+    Empty without a source.
+    """
+    source = next((row.entries for row in table.rows if row.method == "source"), None)
+    if source is None:
+        return {}
+    found = {}
+    for k, row in enumerate(table.rows):
+        for i, (_, name) in enumerate(table.keys):
+            entry, than = row.entries[i], source[i]
+            sign = -1 if METRICS[name].lower_is_better else 1
+            if entry and not row.ran_with and entry.change != "same":
+                found[k, i] = sign * entry.mean
+            elif entry and than and row.ran_with and row.method != "source":
+                found[k, i] = sign * (entry.mean - than.mean)
+    return found
 
 
 def _best(table: Table, column: int) -> float | None:
@@ -175,21 +233,32 @@ def _metrics(records: Sequence[Record]) -> Context:
     return _table(table) | {"meanings": [(METRICS[m].column, METRICS[m].meaning) for _, m in table.keys]}
 
 
-def _figures(records: Sequence[Record], found: Reading) -> Context:
-    parts = groups(records, found, POINTS)
+def _figures(records: Sequence[Record], found: Reading, judged: Verdicts) -> Context:
+    parts, number = groups(records, found, POINTS), count()
     domains = len({piece.domain for piece in found.pieces})
+    looks, ranked = draw.looks(records), [method for method, *_ in by_effect(records, judged)]
+    place = {method: i for i, method in enumerate(dict.fromkeys(("source", *ranked)))}
+    lead = {"source", *ranked[:1]} if ranked else {method for method, _ in looks}
     return {
         "legend": [
-            Panel(look.label, partial(draw.draw_sample, look=look), (34, 10), 0, 0, 0, 0).image()
-            for look in draw.looks(records).values()
+            (
+                Panel("", partial(draw.draw_sample, look=look), (34, 10), 0, 0, 0, 0).inline(next(number)),
+                look.label,
+                look.series,
+                method in lead,
+            )
+            for (method, _), look in sorted(looks.items(), key=lambda item: place.get(item[0][0], len(place)))
         ],
-        "streams": [(g.title, [panel.image(f", {g.title}") for panel in g.panels]) for g in parts["streams"]],
+        "few": len(lead) < len({method for method, _ in looks}),
+        "streams": [
+            (g.title, [panel.inline(next(number), f", {g.title}") for panel in g.panels]) for g in parts["streams"]
+        ],
         "of": len(found.names),
         "kinds": [line.get_label() for line in parts["confidence"][0].legend],
         "domains": (min(domains, draw.DOMAINS), domains),
         **{
-            n: [panel.image() for group in parts[n] for panel in group.panels]
-            for n in ("rates", "confidence", "collapse", "cost")
+            n: [panel.inline(next(number)) for group in parts[n] for panel in group.panels]
+            for n in ("overview", "rates", "confidence", "reliability", "collapse", "cost")
         },
     }
 
@@ -201,28 +270,29 @@ def _cost(records: Sequence[Record]) -> Context:
     unit, name = unit_of_time(found)
     ratios = not reason and "source" in name
     heads = {
-        "ms per image": "without waiting for data",
-        **({"times source": "time per image, relative to the source's"} if ratios else {}),
-        "seconds": "in all, over all cells",
-        "waiting, s": "for data",
+        "ms": "per image, without waiting for data",
+        **({"x source": "time per image, relative to the source's"} if ratios else {}),
         "peak MB": "memory",
-        "used, %": "samples that drove an update",
+        "used %": "samples that drove an update",
+        "total s": "in all, over all cells",
+        "wait s": "for data",
     }
     rows = []
     for pair, one in found.items():
         numbers: list[tuple[float | None, int]] = [
             (1000 * one.seconds_per_image, 2),
             *([(one.seconds_per_image / unit, 2)] if ratios else []),
-            (one.seconds, 1),
-            (one.waiting, 1),
             (one.memory_mb, 0),
             (None if one.used is None else 100 * one.used, 0),
+            (one.seconds, 1),
+            (one.waiting, 1),
         ]
-        cells = [(None if value is None else Entry(value, digits=digits), False) for value, digits in numbers]
+        cells = [(None if value is None else Entry(value, digits=digits), False, 0) for value, digits in numbers]
         rows.append(("first", names_of(records)[pair], cells))
     return {
         "heads": [(text, "ascending", tip) for text, tip in heads.items()],
         "rows": rows,
+        "full": None,
         "unlike": reason,
         "on_cpu": any(r.machine.device.startswith("cpu") for r in records),
     }

@@ -1,4 +1,4 @@
-"""Panels of figures, drawn with matplotlib: along the stream, confidence, cost, and where something collapsed.
+"""Panels of figures, drawn with matplotlib: along the stream, confidence, risk, cost, and where something collapsed.
 
 A panel is a function that draws on axes; `figures.py` puts panels into files and images. matplotlib is imported when something
 is drawn.
@@ -16,7 +16,7 @@ import numpy as np
 
 from come.bench.record import Record
 from come.bench.report.costs import by_pair, cost, unit_of_time, unlike
-from come.bench.report.reading import BINS, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
+from come.bench.report.reading import BINS, COVERAGES, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
 from come.bench.report.tables import SHORT, cut, entries, objectives_of
 from come.bench.statistics import AVERAGE
 
@@ -35,6 +35,9 @@ BETTER, WORSE = PALETTE[:2]
 DOMAINS = 200
 """That are told apart along a stream; more would be thinner than a line."""
 
+POINTS = 10.0
+"""Of accuracy or another percentage that an axis spans at least."""
+
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 Dash = tuple[float, tuple[float, ...]]
 DASHES: dict[str, Dash] = {"em": (0.0, (3.5, 1.6)), "come": (0.0, ())}
@@ -46,6 +49,7 @@ DOTS: Dash = (0.0, (1.0, 1.5))
 class Look:
     """How a method with an objective is drawn, everywhere."""
 
+    number: int
     label: str
     colour: str
     dash: Dash
@@ -57,7 +61,13 @@ class Look:
         """Arguments of a line of matplotlib."""
         face = "none" if self.hollow else self.colour
         style = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markerfacecolor": face}
+        style["gid"] = self.series
         return {**style, "markersize": 3.2, "markeredgewidth": 0.8, "linewidth": 1.3, "label": self.label}
+
+    @property
+    def series(self) -> str:
+        """What all that is drawn of it is called in an SVG."""
+        return f"s{self.number}"
 
 
 def looks(records: Iterable[Record]) -> dict[tuple[str, str], Look]:
@@ -79,7 +89,8 @@ def looks(records: Iterable[Record]) -> dict[tuple[str, str], Look]:
             alone = len(objectives) == 1 and (several or method == "source")
             label = cut(method) + (f" + {cut(objective)}" if len(objectives) > 1 else "")
             dash = DOTS if alone else dashes[objective]
-            found[method, objective] = Look(label, colour, dash, marker, objective == "em" and not alone)
+            hollow = objective == "em" and not alone
+            found[method, objective] = Look(len(found), label, colour, dash, marker, hollow)
     return found
 
 
@@ -88,17 +99,19 @@ class Measure(NamedTuple):
 
     name: str
     title: str
+    least: float
+    """What the axis spans at least, so that noise does not fill it."""
     scale: float = 1.0
 
 
 MEASURES = (
-    Measure("accuracy", "Accuracy so far (%)", 100),
-    Measure("fpr", "FPR so far (%)", 100),
-    Measure("confidence", "Mean confidence"),
-    Measure("entropy", "Mean entropy of softmax (nats)"),
-    Measure("uncertainty", "Mean uncertainty u"),
-    Measure("norm", "Mean norm of the logits"),
-    Measure("dominant_share", "Share of the top class (%)", 100),
+    Measure("accuracy", "Accuracy so far (%)", POINTS, 100),
+    Measure("fpr", "FPR so far (%)", POINTS, 100),
+    Measure("confidence", "Mean confidence", 0.1),
+    Measure("entropy", "Mean entropy of softmax (nats)", 0.2),
+    Measure("uncertainty", "Mean uncertainty u", 0.1),
+    Measure("norm", "Mean norm of the logits", 1),
+    Measure("dominant_share", "Share of the top class (%)", POINTS, 100),
 )
 
 Looks = Mapping[tuple[str, str], Look]
@@ -123,26 +136,91 @@ def draw_trajectory(ax: Axes, segments: Sequence[Segment], looks: Looks, measure
         low = high = mean
         if spread is not None:
             low, high = mean - measure.scale * spread[keep], mean + measure.scale * spread[keep]
-            ax.fill_between(samples, low, high, color=look.colour, alpha=alpha, linewidth=0)
+            ax.fill_between(samples, low, high, color=look.colour, alpha=alpha, linewidth=0, gid=look.series)
         every = max(1, len(samples) // 3)
         ax.plot(samples, mean, **look.line, markevery=(len(shown) // 2 % every, every))
         settled = samples >= samples[-1] / 10
         shown += [float(np.nanmin(low[settled], initial=np.inf)), float(np.nanmax(high[settled], initial=-np.inf))]
     for border in segments[0].borders[:DOMAINS]:
         ax.axvline(border, color=FAINT, linewidth=0.6, zorder=0)
-    _limits(ax, shown)
-    ax.set(xlim=(0, length), xlabel="samples seen", title=measure.title)
+    # before the first tenth, all numbers are of a handful of samples
+    ax.set(xlim=(0, length), ylim=around(shown, measure.least), xlabel="samples seen", title=measure.title)
     ax.locator_params(axis="both", nbins=4)
     ax.grid(axis="y")
 
 
-def _limits(ax: Axes, shown: Sequence[float]) -> None:
-    """The axis follows what is shown behind the first tenth: before it, all numbers are of a handful of samples."""
-    finite = [value for value in shown if np.isfinite(value)]
-    if finite:
-        low, high = min(finite), max(finite)
-        margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
-        ax.set_ylim(low - margin, high + margin)
+def around(values: Iterable[float], least: float) -> tuple[float, float]:
+    """Limits of an axis with some room around the values; a difference that says nothing is not blown up to fill it.
+
+    >>> around([34.0, 36.0], 10.0)
+    (30.0, 40.0)
+    >>> around([], 10.0)
+    (-5.0, 5.0)
+    """
+    finite = [float(value) for value in values if np.isfinite(value)] or [0.0]
+    middle, reach = (min(finite) + max(finite)) / 2, max(0.56 * (max(finite) - min(finite)), least / 2)
+    return middle - reach, middle + reach
+
+
+def draw_overview(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
+    """Accuracy along the whole stream, minus the source's at the same place where that ran.
+
+    One domain has the same width as another. A line has a point for each eighth of a domain, or for a larger part if
+    that has less than IMAGES images; it breaks where the method was reset.
+    """
+    domains, fresh = overview_domains(pieces), {piece.domain for piece in pieces if piece.fresh}
+    against = has_source(pieces)
+    values = _strips(pieces, "relative" if against else "accuracy")
+    images = min((sum(float(c.sum()) for c in piece.counts.values()) for piece in pieces), default=0.0)
+    parts = next((n for n in (8, 6, 4, 3, 2) if images >= n * IMAGES and n * len(domains) <= PIECES), 1)
+    shown: list[float] = [0.0] if against else []
+    for pair, look in looks.items():
+        x, y = list[float](), list[float]()
+        for place, domain in enumerate(domains):
+            if place and domain in fresh:  # break the line
+                x, y = [*x, float(place)], [*y, np.nan]
+            here = np.array(values.get((pair, domain), [[np.nan] * PARTS]))
+            y += [float(part.mean()) * 100 for part in np.split(here, parts, axis=1)]
+            x += [place + (i + 0.5) / parts for i in range(parts)]
+        if np.isfinite(y).any():
+            ax.plot(x, y, **look.line | {"linewidth": 1.6, "markevery": max(1, len(x) // 6)})
+            shown += y
+    borders = range(1, min(len(domains), DOMAINS))
+    ax.vlines(borders, 0, 1, colors=FAINT, linewidth=0.6, zorder=0, transform=ax.get_xaxis_transform())
+    every = -(-len(domains) // 16)
+    ax.set_xticks(
+        [j + 0.5 for j in range(0, len(domains), every)], [cut(SHORT.get(d, d), 14) for d in domains[::every]]
+    )
+    many = len(domains) > 6
+    ax.tick_params(axis="x", length=0, rotation=40 if many else 0)
+    for text in ax.get_xticklabels():
+        text.set(ha="right" if many else "center", rotation_mode="anchor")
+    ax.set(xlim=(0, len(domains)), ylim=around(shown, POINTS), title=overview_title(pieces))
+    ax.locator_params(axis="y", nbins=5)
+    ax.grid(axis="y")
+
+
+IMAGES = 60
+"""Of which an accuracy is drawn, at least."""
+
+PIECES = 128
+"""Points of a line of the overview, at most; a domain has one at least."""
+
+
+def overview_domains(pieces: Iterable[Piece]) -> list[str]:
+    """Those that are drawn, in their order."""
+    return list(dict.fromkeys(piece.domain for piece in pieces))[:DOMAINS]
+
+
+def overview_title(pieces: Iterable[Piece]) -> str:
+    """What the overview shows."""
+    return "Accuracy along the stream" + (", minus the source's (points)" if has_source(pieces) else " (%)")
+
+
+def has_source(pieces: Iterable[Piece]) -> bool:
+    """Whether there is a source, and something else to compare with it."""
+    methods = {piece.pair[0] for piece in pieces}
+    return "source" in methods and len(methods) > 1
 
 
 KIND_STYLES: Mapping[str, tuple[str, Dash, float]] = {
@@ -163,12 +241,51 @@ def draw_confidence(ax: Axes, found: Mapping[str, Numbers], label: str, top: flo
     """How confident right, wrong and outlying samples are: their `shares`."""
     for kind, share in found.items():
         colour, dash, alpha = KIND_STYLES[kind]
-        ax.stairs(share, np.linspace(0, 1, BINS + 1), fill=True, color=colour, alpha=alpha, linewidth=0)
-        ax.stairs(share, np.linspace(0, 1, BINS + 1), color=colour, linestyle=dash, linewidth=1.2)
+        edges = np.linspace(0, 1, BINS + 1)
+        named: dict[str, Any] = {"gid": kind, "label": kind}
+        ax.stairs(share, edges, fill=True, color=colour, alpha=alpha, linewidth=0, **named)
+        ax.stairs(share, edges, color=colour, linestyle=dash, linewidth=1.2, **named)
     # square roots, for most of a kind is often in one bin
     ax.set_yscale("function", functions=(lambda y: np.sqrt(np.maximum(y, 0)), np.square))
     ax.set(xlim=(0, 1), ylim=(0, top), xlabel="confidence", ylabel="% of kind", title=label)
     ax.set_yticks([tick for tick in (0, 1, 5, 20, 50, 100) if tick <= top], minor=False)
+
+
+def draw_risk(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
+    """The error among the most confident samples against how many are answered; means over domains and seeds."""
+    shown = [0.0]
+    for pair, look in looks.items():
+        curves = [piece.risk for piece in pieces if piece.pair == pair]
+        if curves:
+            risk = 100 * np.mean(curves, axis=0)
+            ax.plot(100 * COVERAGES, risk, **look.line, markevery=(look.number % 5, 10))
+            shown += [float(risk.max())]
+    ax.set(xlim=(0, 100), ylim=(0, max(*shown, POINTS) * 1.06), title="Risk against coverage")
+    ax.set(xlabel="answered, the most confident first (%)", ylabel="wrong of these (%)")
+    ax.locator_params(axis="both", nbins=5)
+    ax.grid()
+
+
+def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
+    """Accuracy against confidence, over all domains and seeds, in the 15 bins of the calibration error."""
+    ax.plot([0, 100], [0, 100], color=SOFT, linewidth=0.8, zorder=1)
+    centres = 100 * (np.arange(BINS // 2) + 0.5) / (BINS // 2)
+    for pair, look in looks.items():
+        right, wrong = (
+            sum((p.counts[kind] for p in pieces if p.pair == pair), np.zeros(BINS)).reshape(-1, 2).sum(axis=1)
+            for kind in ("right", "wrong")
+        )
+        enough = right + wrong >= LEAST
+        if enough.any():
+            shares = 100 * right[enough] / (right + wrong)[enough]
+            ax.plot(centres[enough], shares, **look.line, markevery=(look.number % 3, 3))
+    ax.set(xlim=(0, 100), ylim=(0, 100), title="Reliability", xlabel="confidence (%)", ylabel="accuracy (%)")
+    ax.locator_params(axis="both", nbins=5)
+    ax.grid()
+
+
+LEAST = 20
+"""Samples in a bin of which an accuracy is drawn."""
 
 
 def can_draw_cost(records: Sequence[Record]) -> bool:
@@ -195,19 +312,13 @@ def draw_cost(ax: Axes, records: Sequence[Record], looks: Looks, of: Literal["ti
         look = looks[pair]
         ends = [point for other, point in at.items() if other[0] == pair[0]]
         ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.8, alpha=0.3, zorder=1)
-        ax.plot([x], [y], **look.line | {"markersize": 6})
+        said = f"{look.label}: {y:.1f}%, {label} {x:.3g}"
+        ax.plot([x], [y], **look.line | {"markersize": 6, "label": said})
     xs, ys = zip(*at.values(), strict=True)
-    ax.set(xlim=_around(xs, 0), ylim=_around(ys, 2))
+    ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS))
     ax.set(xlabel=label, ylabel="accuracy (%)")
     ax.locator_params(axis="both", nbins=5)
     ax.grid()
-
-
-def _around(values: Sequence[float], least: float) -> tuple[float, float]:
-    """Limits of an axis; a difference that says nothing is not blown up to fill it."""
-    low, high = min(values), max(values)
-    reach = 0.68 * max(high - low, least, 0.05 * max(-low, high)) or 1.0
-    return (low + high) / 2 - reach, (low + high) / 2 + reach
 
 
 class Strips(NamedTuple):
@@ -223,7 +334,7 @@ class Strips(NamedTuple):
 
 STRIPS = (
     Strips(
-        "relative", "Accuracy against the source's at the same place", ("50 points below", "50 points above"), (-0.5, 0.5),
+        "relative", "Accuracy against the source's at the same place", ("30 points below", "30 points above"), (-0.3, 0.3),
         ((0, WORSE, 1), (0.5, WORSE, 0), (0.5, BETTER, 0), (1, BETTER, 1)),
     ),
     Strips("share", "Share of the class that is predicted most", ("0%", "100%"), (0, 1), ((0, WORSE, 0), (1, WORSE, 1))),
@@ -232,8 +343,7 @@ STRIPS = (
 
 def timelines(pieces: Sequence[Piece]) -> list[Strips]:
     """The strips that can be drawn: those against the source need it, and something else."""
-    methods = {piece.pair[0] for piece in pieces}
-    return [strips for strips in STRIPS if strips.name != "relative" or ("source" in methods and len(methods) > 1)]
+    return [strips for strips in STRIPS if strips.name != "relative" or has_source(pieces)]
 
 
 def draw_timeline(ax: Axes, pieces: Sequence[Piece], looks: Looks, strips: Strips) -> None:
@@ -314,10 +424,18 @@ def legend_kinds(kinds: Iterable[str]) -> list[Line2D]:
 
 
 def draw_sample(ax: Axes, look: Look) -> None:
-    """A sample of one line, for a legend of its own."""
+    """A sample of one line, for a legend of its own: 34 by 10 points, without a name that others refer to."""
+    from matplotlib.markers import MarkerStyle
+    from matplotlib.patches import PathPatch
+    from matplotlib.transforms import Affine2D
+
     ax.axis("off")
-    ax.set(xlim=(0, 1), ylim=(0, 1))
-    ax.plot([0.03, 0.5, 0.97], [0.5] * 3, **look.line, markevery=[1])
+    ax.set(xlim=(0, 34), ylim=(0, 10))
+    ax.plot([1, 33], [5, 5], color=look.colour, linestyle=look.dash, linewidth=1.3, clip_on=False)
+    marker = MarkerStyle(look.marker)
+    path = marker.get_path().transformed(marker.get_transform() + Affine2D().scale(3.6).translate(17, 5))
+    face = "none" if look.hollow else look.colour
+    ax.add_patch(PathPatch(path, facecolor=face, edgecolor=look.colour, linewidth=0.8, clip_on=False))
 
 
 @contextmanager

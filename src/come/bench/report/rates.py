@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from come.bench.record import Record
-from come.bench.report.panels import Looks
+from come.bench.report.panels import POINTS, Looks, around
 from come.bench.report.tables import Entry, Row, Table, Verdicts, difference, entries, objectives_of
 from come.bench.statistics import AVERAGE
 
@@ -70,15 +70,18 @@ def draw_rates(ax: Axes, records: Sequence[Record], looks: Looks, name: str) -> 
     """Average accuracy of a method against its learning rate, a line per objective; the source model is level."""
     rates = sweeps(records)[name]
     first = name if name in rates.values() else next(iter(rates.values()))  # whose look the others take
+    shown: list[float] = []
     for (method, objective), look in looks.items():
         if method == first:
             line = _accuracy(records, rates.values(), objective)
+            shown += [entry.mean for entry in line if entry is not None]
             style = look.line | {"markersize": 5, "label": f"{name} + {objective}"}
             ax.plot(list(rates), [math.nan if entry is None else entry.mean for entry in line], **style)
         elif method == "source":
             (source,) = _accuracy(records, ["source"], objective)
+            shown += [] if source is None else [source.mean]
             ax.axhline(math.nan if source is None else source.mean, **look.line | {"marker": ""})
-    ax.set(xscale="log", xlabel="learning rate", ylabel="accuracy (%)", title=name)
+    ax.set(xscale="log", ylim=around(shown, POINTS), xlabel="learning rate", ylabel="accuracy (%)", title=name)
     ax.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
     ax.minorticks_off()
     ax.locator_params(axis="y", nbins=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,21 +14,24 @@ import torch
 from come.bench.folder import RunFolder
 from come.bench.record import COLUMNS, Record, Rows
 from come.bench.statistics import by_domain
-from come.metrics import accuracy, dominant_share, trajectory
+from come.metrics import PROBABILITIES, SCORES, accuracy, dominant_share, risk_by_coverage, trajectory
 
 Numbers = npt.NDArray[np.float64]
 
 KINDS = ("right", "wrong", "outlier")
 """Samples with their label predicted, with another, and with none."""
 
-BINS = 25
-"""Of the confidence, from 0 to 1."""
+BINS = 30
+"""Of the confidence, from 0 to 1; two of them are one of the calibration error."""
+
+COVERAGES = np.linspace(0.025, 1, 40)
+"""At which the risk is read."""
 
 PARTS = 24
 """Into which a domain is cut to show how it went, at most."""
 
 MOST = 20
-"""Segments that are drawn; a page has up to 300 kB for each."""
+"""Segments that are drawn; a page has up to 100 kB for each."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,12 @@ class Piece:
     """Method and objective."""
     seed: int
     domain: str
+    fresh: bool
+    """Whether the method was reset before it."""
     counts: Mapping[str, Numbers]
     """For each of KINDS, how many samples have their confidence in each bin."""
+    risk: Numbers
+    """The error among the most confident samples, at each of COVERAGES."""
     along: Mapping[str, Numbers]
     """Accuracy and share of the top class in each of up to PARTS equal parts."""
 
@@ -87,8 +95,10 @@ def read(folder: RunFolder, records: Iterable[Record]) -> Reading:
                 borders = tuple(accumulate(len(part["label"]) for part in chosen.values()))[:-1]
                 numpy = {column: values.double().numpy() for column, values in path.items()}
                 segments.append(Segment(cell.pair, cell.seed, name, numpy, borders))
-            for domain, part in chosen.items():
-                pieces.append(Piece(cell.pair, cell.seed, domain, _counts(part), _along(part, cell.batch_size)))
+            score = record.result.score
+            for place, (domain, part) in enumerate(chosen.items()):
+                counts, along = _counts(part, score), _along(part, cell.batch_size)
+                pieces.append(Piece(cell.pair, cell.seed, domain, not place, counts, _risk(part, score), along))
     return Reading(pieces, segments, list(names))
 
 
@@ -104,12 +114,19 @@ def _between_resets(record: Record) -> Iterator[tuple[list[int], str]]:
         yield list(range(begin, end)), name
 
 
-def _counts(rows: Rows) -> dict[str, Numbers]:
+def _counts(rows: Rows, score: str) -> dict[str, Numbers]:
     outlier = rows["label"] < 0
     right = rows["prediction"] == rows["label"]
     masks = dict(zip(KINDS, (right & ~outlier, ~right & ~outlier, outlier), strict=True))
-    confidence = rows["confidence"].clamp(0, 1)
+    # an energy or an entropy has no bins from 0 to 1
+    confidence = SCORES[score if score in PROBABILITIES else "confidence"](rows).clamp(0, 1)
     return {kind: np.histogram(confidence[m].numpy(), BINS, (0, 1))[0].astype(float) for kind, m in masks.items()}
+
+
+def _risk(rows: Rows, score: str) -> Numbers:
+    right = (rows["label"] >= 0) & (rows["prediction"] == rows["label"])
+    risk = risk_by_coverage(SCORES[score](rows), right)
+    return np.array([risk[max(1, math.ceil(coverage * len(risk) - 1e-9)) - 1].item() for coverage in COVERAGES])
 
 
 def _along(rows: Rows, batch_size: int) -> dict[str, Numbers]:

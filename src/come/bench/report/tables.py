@@ -181,6 +181,21 @@ def metrics_table(records: Iterable[Record], title: str = "") -> Table:
     return Table(title, tuple(METRICS[m].column for _, m in keys), rows, tuple(keys), records[0].result.score)
 
 
+def outliers_table(records: Iterable[Record], title: str = "") -> Table | None:
+    """How well outliers are told from the known classes: averages, AUROC and FPR95 first, then the AUROC of each domain.
+
+    None if no domain has outliers. No verdict is about these numbers, so nothing is marked.
+    """
+    records = one_configuration(records)
+    domains = domains_of(records, "auroc_outlier")
+    if not domains:
+        return None
+    averages = ("auroc_outlier", "fpr95", "aupr_in", "aupr_out")
+    keys = [*((AVERAGE, name) for name in averages), *((domain, "auroc_outlier") for domain in domains)]
+    heads = [*(METRICS[name].column for name in averages), *(cut(SHORT.get(d, d)) for d in domains)]
+    return Table(title, tuple(heads), _rows(records, keys, {}), tuple(keys), records[0].result.score)
+
+
 def scores_note(records: Sequence[Record]) -> str:
     """By which score the FPR of a table of these records is, in a sentence."""
     score = records[0].result.score
