@@ -52,8 +52,6 @@ REPLACED = {
     "security": "SECURITY.md",
 }
 """Pages that only link to a file elsewhere in the repository; on the site they are that file."""
-COMING = ("demo", "data", "integrations")
-"""Pages that have a place in the contents, and need not be there yet."""
 
 
 def read(app, page, content):
@@ -62,9 +60,6 @@ def read(app, page, content):
     if page in REPLACED:
         home = DOCS.parent / REPLACED[page]
         content[0] = home.read_text(encoding="utf-8")
-    if page == "index":
-        missing = "|".join(name for name in COMING if not (DOCS / f"{name}.md").exists())
-        content[0] = re.sub(rf"^({missing})\n", "", content[0], flags=re.MULTILINE)
 
     def there(found):
         text, path = found.groups()
