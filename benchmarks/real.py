@@ -3,6 +3,7 @@
     python benchmarks/real.py run --model timm:vit_small_patch16_224:img_size=64:patch_size=8:num_classes=200 \\
         --checkpoint vit.safetensors --data val5k --few val2k --outliers textures --device cuda --out results/mine.json
     python benchmarks/real.py show results/tiny-imagenet-vit-s8.json
+    python benchmarks/real.py draw results/tiny-imagenet-vit-s8.json results
 
 The grids of `GRIDS` run one after the other, or those that `--only` names; several processes with a grid and a file each fill
 a GPU better than one, and `join` makes one file of theirs. `--few` and `--fewest` have fewer of the same images, for streams
@@ -188,6 +189,96 @@ def show(options: argparse.Namespace) -> None:
             print(f"| {method}{', with outliers' if outliers else ''} | {' | '.join(cells)} |")
 
 
+LINES = {  # method and objective: name, colour, width
+    ("steady", "come"): ("Steady", "#2a78d6", 3.0),
+    ("tent", "come"): ("Tent + COME", "#1f9d6b", 2.2),
+    ("tent", "em"): ("Tent + EM", "#d1495b", 2.2),
+}
+RATED = {"tent": "#1f9d6b", "eata": "#2a78d6", "sar": "#b8860b"}
+GREY = "#888888"
+"""Of text and axes: legible on white and on black."""
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draw what the tables say: the long stream, and accuracy against the learning rate."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "come",
+        "font.size": 11,
+        "text.color": GREY,
+        "axes.labelcolor": GREY,
+    }
+    style |= {"axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY, "axes.spines.top": False}
+    style |= {"axes.spines.right": False, "savefig.transparent": True}
+    entries = json.loads(options.file.read_text())
+    with mpl.rc_context(style):
+        for name, drawn in (("stream", stream(entries)), ("rates", rates(entries))):
+            with replacing(options.folder / f"{name}.svg") as beside:
+                drawn.savefig(beside, format="svg", metadata={"Date": None})
+
+
+def stream(entries: list[dict[str, Any]]) -> Any:
+    """The lifelong stream of 15 corruptions: mean of the seeds, and what lies between the lowest and the highest."""
+    from matplotlib.figure import Figure
+
+    found: dict[Any, list[list[float]]] = defaultdict(list)
+    for entry in entries:
+        if entry["grid"] == "lifelong-15":
+            accuracies = [100 * domain["accuracy"] for domain in entry["domains"].values()]
+            found[entry["method"], entry["objective"]].append(accuracies)
+            domains = list(entry["domains"])
+    source = [statistics.fmean(values) for values in zip(*found["source", "em"], strict=True)]
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(domains))
+    axes.axhline(0, color=GREY, linewidth=1.2)
+    axes.annotate("source", (-0.65, 0), xytext=(0, 3), textcoords="offset points", color=GREY)
+    for pair, (label, colour, width) in LINES.items():
+        gains = [[a - b for a, b in zip(one, source, strict=True)] for one in found[pair]]
+        mean = [statistics.fmean(values) for values in zip(*gains, strict=True)]
+        axes.fill_between(
+            places, *(list(map(f, zip(*gains, strict=True))) for f in (min, max)), color=colour, alpha=0.2
+        )
+        axes.plot(places, mean, color=colour, linewidth=width)
+        axes.annotate(label, (places[-1], mean[-1]), xytext=(8, -4), textcoords="offset points", color=colour)
+    axes.set_xticks(places, [domain.replace("_", " ") for domain in domains], rotation=35, ha="right")
+    axes.set_ylabel("accuracy, points\nabove the source")
+    return figure
+
+
+def rates(entries: list[dict[str, Any]]) -> Any:
+    """Accuracy with EM and COME at a quarter, one and four times each method's rate."""
+    from matplotlib.figure import Figure
+
+    found: dict[Any, list[float]] = defaultdict(list)
+    for entry in entries:
+        if entry["grid"] == "rates" or (entry["grid"] == "seeds" and entry["seed"] == 0):
+            method, _, given = entry["method"].partition(":lr=")
+            factor = float(given) / come.methods.get(method).paper_lr[0] if given else 1.0
+            found[method, entry["objective"], factor] += [100 * d["accuracy"] for d in entry["domains"].values()]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(RATED), sharey=True)
+    source = statistics.fmean(found["source", "em", 1.0])
+    for axes, (method, colour) in zip(panels, RATED.items(), strict=True):
+        axes.axhline(source, color=GREY, linewidth=1.2)
+        axes.set_title(come.methods.get(method).__name__, color=colour)
+        for objective, line in (("come", "-"), ("em", "--")):
+            factors = sorted(factor for m, o, factor in found if (m, o) == (method, objective))
+            values = [statistics.fmean(found[method, objective, factor]) for factor in factors]
+            axes.plot(factors, values, line, color=colour, linewidth=2.2, marker="o", label=objective.upper())
+        axes.set_xscale("log", base=4)
+        axes.set_xticks([0.25, 1, 4], ["/ 4", "1", "x 4"])
+        axes.minorticks_off()
+        axes.set_xlabel("learning rate")
+    panels[0].set_ylabel("accuracy, %")
+    panels[0].annotate("source", (0.25, source), xytext=(0, 4), textcoords="offset points", color=GREY)
+    panels[0].legend(frameon=False, handlelength=3.5)
+    return figure
+
+
 def _percent(seeds: dict[int, list[dict[str, float]]], key: str) -> str:
     values = [100 * statistics.fmean(d[key] for d in domains if key in d) for domains in seeds.values()]
     spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
@@ -214,6 +305,10 @@ def main() -> None:
     shows = commands.add_parser("show", help="print tables")
     shows.set_defaults(do=show)
     shows.add_argument("out", type=Path, metavar="FILE")
+    draws = commands.add_parser("draw", help="draw stream.svg and rates.svg")
+    draws.set_defaults(do=draw)
+    draws.add_argument("file", type=Path, metavar="FILE")
+    draws.add_argument("folder", type=Path, metavar="FOLDER")
     joins = commands.add_parser("join", help="put the grids of several files into the first")
     joins.set_defaults(do=join)
     joins.add_argument("out", type=Path, metavar="FILE")

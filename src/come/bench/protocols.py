@@ -308,7 +308,7 @@ def _glyphs() -> Protocol:
     )
 
 
-def _tiny(severity: int, no_adapt: float | None) -> Protocol:
+def _tiny(severity: int, no_adapt: float) -> Protocol:
     return Protocol(
         name=f"tiny-imagenet-vit-s8-severity-{severity}",
         summary=f"ViT-S/8 at 64 x 64 on Tiny-ImageNet, severity {severity}",
@@ -393,7 +393,7 @@ def _ours() -> tuple[Protocol, ...]:
             "grows; unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are "
             "not CCC's",
         ),
-        _tiny(3, None),
+        _tiny(3, 40.3),
         _tiny(5, 26.4),
         Protocol(
             name="efficientnet-lite0-val2k",
@@ -412,9 +412,10 @@ def _ours() -> tuple[Protocol, ...]:
             plan=Plan(model="keras-resnet50", data="folder", normalization="caffe", corruptions=STANDARD),
             images=2000,
             images_sha256=VAL2K_NAMES,
+            weights_sha256="6afcacc329b0230fcf18f5b8b0c878b4e15be4f99ba8ee6a0aa071c8e787a113",
             data=VAL2K,
-            weights="Keras' ImageNet weights under timm's names, each convolution's bias subtracted from the running mean "
-            "behind it, the input channels of the first one reversed to RGB",
+            weights="Keras' ImageNet weights under timm's names (training/keras_resnet50.py), each convolution's bias subtracted "
+            "from the running mean behind it, the input channels of the first one reversed to RGB",
             citation="this project",
         ),
     )
