@@ -39,7 +39,7 @@ def test_one_screen():
     assert out.rstrip().endswith("nothing is broken")
     assert max(len(line.rstrip()) for line in out.splitlines() if "pip install" not in line) <= 80
     assert len(out.splitlines()) <= 30 + 2 * torch.cuda.device_count()
-    for part in ("versions", "torchvision", "timm", "extra serve-ray", "cpu step", *models.GLYPHS, "hugging face"):
+    for part in ("versions", "torchvision", "timm", "serve-ray", "cpu step", *models.GLYPHS, "hugging face"):
         assert part in out
     assert "offline" in out
 

@@ -221,7 +221,7 @@ def test_reports_say_both(run, tmp_path):
     source = lines_of(results_table(records))["source", "em", "belief"]["average", "fpr"]
     assert f"({source.mean:.1f}% by belief, the score of COME)" in extremes(records)
     assert page.count(">by belief</th>") == 2  # under accuracy and under FPR
-    assert page.count("FPR softmax↓</button>") == 4  # with the table of its own, and all metrics
+    assert page.count("FPR<br>softmax↓</button>") == 4  # with the table of its own, and all metrics
     for words in ("FPR softmax is by softmax for all.", "FPR by softmax"):
         assert words in page
         assert words in text

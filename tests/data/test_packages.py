@@ -21,9 +21,8 @@ from drawing import picture, save_pictures
 
 import come
 from come.bench import Bench, Plan, models, run
-from come.bench.data import Preprocess, open_source
+from come.bench.data import Preprocess, open_source, opening
 from come.bench.data.imagenet import places
-from come.bench.data.opening import KINDS
 
 ROOT = Path(__file__).parents[2]
 SMALL = Preprocess(size=8, resize=8)
@@ -313,7 +312,7 @@ def test_the_page(saved, shards, monkeypatch, capsys):
     named = set(re.findall(r"`(?:[^`]* )?([\w-]+):?[^`]*`", page)) | set(
         re.findall(r"--(?:data|outliers) ([\w-]+)", page)
     )
-    assert set(KINDS) <= named
+    assert set(opening.names()) <= named
     monkeypatch.chdir(saved)
     (saved / "nets.py").write_text(
         re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)[0]

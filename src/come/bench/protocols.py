@@ -414,8 +414,8 @@ def _ours() -> tuple[Protocol, ...]:
             images_sha256=VAL2K_NAMES,
             weights_sha256="6afcacc329b0230fcf18f5b8b0c878b4e15be4f99ba8ee6a0aa071c8e787a113",
             data=VAL2K,
-            weights="Keras' ImageNet weights under timm's names (training/keras_resnet50.py), each convolution's bias subtracted "
-            "from the running mean behind it, the input channels of the first one reversed to RGB",
+            weights="Keras' ImageNet weights under timm's names (training/keras_resnet50.py): biases of convolutions "
+            "subtracted from the running means behind them, input channels of the first one reversed to RGB",
             citation="this project",
         ),
     )

@@ -42,8 +42,8 @@ from come.running import Precision
 
 EXTRAS = {
     "bench": "come bench, report, compare, reproduce",
-    "data": "come bench --data hf:NAME and webdataset:SHARDS",
     "clip": "come bench --model open_clip:NAME",
+    "data": "come bench --data hf:NAME and webdataset:SHARDS",
     "demo": "come demo: methods side by side, in a browser",
     "export": "classifier.export to ONNX",
     "lightning": "come.integrations.lightning and torchmetrics",
@@ -129,15 +129,19 @@ def _extras() -> Iterator[Check]:
         known = distribution("come-tta").metadata.get_all("Provides-Extra") or []
     except PackageNotFoundError:
         known = []
+    fine = [extra for extra in EXTRAS if extra in known and not _lacking("come-tta", extra)]
+    if fine:
+        yield Check("extras", "ok", ", ".join(fine))
     for extra, enables in EXTRAS.items():
+        if extra in fine:
+            continue
         if extra not in known:
             says = f"unknown before come is installed anew: {enables}"
             yield Check(f"extra {extra}", "note", says, f'pip install -e ".[{extra}]"')
-        elif lacking := _lacking("come-tta", extra):
+        else:
+            lacking = _lacking("come-tta", extra)
             says = f"needs {', '.join(lacking)} for {enables}"
             yield Check(f"extra {extra}", "note", says, _pip(f"come-tta[{extra}]"), {"missing": lacking})
-        else:
-            yield Check(f"extra {extra}", "ok", enables)
 
 
 def _lacking(package: str, extra: str) -> list[str]:
