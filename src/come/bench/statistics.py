@@ -67,7 +67,7 @@ AT_ONCE = 2**22
 AVERAGE = "average"
 """Stands in the place of a domain where a number is the mean over all of them."""
 
-ONE_SEED = "One seed: other orders of the stream may give another result; run --seeds 0,1,2."
+ONE_SEED = "One seed: other orders of the stream may give another result; run more seeds."
 
 Claim = Literal["higher", "lower", "no difference found", "not comparable"]
 Floats = npt.NDArray[np.float64]
