@@ -62,15 +62,17 @@ def read(app, page, content):
         content[0] = home.read_text(encoding="utf-8")
 
     def there(found):
-        text, path = found.groups()
+        picture, text, path = found.groups()
         file = Path(os.path.normpath(home.parent / path))
+        if picture:
+            return f"![{text}]({os.path.relpath(file, (DOCS / page).parent)})"
         file = file / "README.md" if file.is_dir() else file
         shown = next((name for name, other in REPLACED.items() if file == DOCS.parent / other), None)
         if shown is None and not file.is_relative_to(DOCS):
             return f"{{download}}`{text.strip('`')} <{os.path.relpath(file, (DOCS / page).parent)}>`"
         return f"[{text}]({os.path.relpath(DOCS / f'{shown}.md' if shown else file, (DOCS / page).parent)})"
 
-    content[0] = re.sub(r"(?<!!)\[([^]]*)\]\(([\w./-]+)\)", there, content[0])
+    content[0] = re.sub(r"(!?)\[([^]]*)\]\(([\w./-]+)\)", there, content[0])
 
 
 def docstring(app, what, name, obj, options, lines):

@@ -27,7 +27,6 @@ from come.bench.data import DatasetSource
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
 
-pytestmark = pytest.mark.xdist_group("ray")
 METHODS, SHIFTS = ("source", "tent"), ("fog", "snow", "contrast", "jpeg_compression")
 PLAN = Plan(model="tiny", methods=METHODS, corruptions=SHIFTS, seeds=(0, 1), limit=32, batch_size=16)
 

@@ -16,7 +16,6 @@ import come
 from come.export import OnBatch
 from come.trees import changed
 
-pytestmark = pytest.mark.xdist_group("integrations")  # torch.export and ONNX take seconds to import
 WARNS = pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch.export.load of torch 2.4
 SIZES = (1, 2, 7, 32)
 

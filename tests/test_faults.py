@@ -22,7 +22,6 @@ import faults
 
 PLAN = Plan(methods=("source", "tent"), objectives=("come",), corruptions=("fog", "contrast", "snow"), limit=16)
 
-pytestmark = pytest.mark.xdist_group("faults")  # one undisturbed run for all
 mounts = pytest.mark.skipif(not faults.can_mount(), reason="a tmpfs cannot be mounted here: that needs root")
 
 

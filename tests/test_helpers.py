@@ -231,6 +231,8 @@ def test_ctrl_c_ends_all_of_them(tmp_path):
         "bench",
         "--methods",
         "source,tent",
+        "--limit",
+        "512",
         "--jobs",
         "2",
         "--out",

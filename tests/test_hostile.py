@@ -13,7 +13,6 @@ import pytest
 sys.path.append(str(Path(__file__).parent / "harness"))
 import hostile
 
-pytestmark = pytest.mark.xdist_group("hostile")  # one run to tamper with for all
 SLOW = ("page", "figures", "bench", "dry")
 
 

@@ -26,7 +26,6 @@ from come.integrations.open_clip import zero_shot
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [
-    pytest.mark.xdist_group("integrations"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),  # advice of Lightning
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),  # and torch 2.15
 ]

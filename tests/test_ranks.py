@@ -24,7 +24,6 @@ sys.path.append(str(Path(__file__).parent / "harness"))
 import ranked
 
 pytestmark = [
-    pytest.mark.xdist_group("ranks"),  # one set of processes for all
     pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"),
     pytest.mark.skipif(sys.platform == "win32", reason="signals"),
 ]

@@ -33,7 +33,6 @@ def post(client, name, x):
     return client.post(f"/v1/tenants/{name}/predict", content=body, headers=headers, params={"logits": True})
 
 
-@pytest.mark.xdist_group("ray")
 def test_a_killed_replica_comes_back_with_its_tenants(tmp_path):
     """It is a process of its own, so that Ray's threads, signals and warnings stay out of this one."""
     with socket.socket() as free:

@@ -38,7 +38,6 @@ def site(tmp_path_factory):
     return out
 
 
-@pytest.mark.xdist_group("site")
 def test_the_site_has_every_page_and_every_public_name(site):
     from sphinx.util.inventory import InventoryFile
 
@@ -57,7 +56,6 @@ def test_the_site_has_every_page_and_every_public_name(site):
         assert f"come.methods.{come.methods.get(name).__name__}" in known
 
 
-@pytest.mark.xdist_group("site")
 def test_the_notebooks_were_executed(site):
     for page, words in {"first_steps": "right", "collapse": "the source weights restored"}.items():
         shown = (site / "notebooks" / f"{page}.html").read_text()

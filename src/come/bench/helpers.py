@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +145,7 @@ def _no_ctrl_c() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
+    resource_tracker.ensure_running()  # to start it would unblock the signal again (Python before 3.12)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
