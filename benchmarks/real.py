@@ -131,28 +131,33 @@ def run(options: argparse.Namespace) -> None:
                 methods=methods,
                 **grid,
             )
-            with tempfile.TemporaryDirectory() as folder:
-                bench = Bench(plan, device=options.device, together=None)
-                records = bench.run(RunFolder(folder))
-            for failure in bench.failed:
-                print(f"{name}: {failure}", file=sys.stderr)
-            found += [
-                {
-                    "grid": name,
-                    "setting": r.cell.setting,
-                    "severity": r.cell.severity,
-                    "method": r.cell.method,
-                    "objective": r.cell.objective,
-                    "seed": r.cell.seed,
-                    "images": r.cell.size,
-                    "outliers": r.cell.outliers is not None,
-                    "seconds": round(r.result.seconds, 1),
-                    "domains": {d: {k: round(m[k], 4) for k in KEPT if k in m} for d, m in r.result.metrics.items()},
-                }
-                for r in records
-            ]
+            found += entries(name, plan, options.device)
             keep(options.out, name, found)
         print(f"{name}: {len(found)} cells", flush=True)
+
+
+def entries(name: str, plan: Plan, device: str) -> list[dict[str, Any]]:
+    """What the cells of a plan found; one that failed is named and left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(plan, device=device, together=None)
+        records = bench.run(RunFolder(folder))
+    for failure in bench.failed:
+        print(f"{name}: {failure}", file=sys.stderr)
+    return [
+        {
+            "grid": name,
+            "setting": r.cell.setting,
+            "severity": r.cell.severity,
+            "method": r.cell.method,
+            "objective": r.cell.objective,
+            "seed": r.cell.seed,
+            "images": r.cell.size,
+            "outliers": r.cell.outliers is not None,
+            "seconds": round(r.result.seconds, 1),
+            "domains": {d: {k: round(m[k], 4) for k in KEPT if k in m} for d, m in r.result.metrics.items()},
+        }
+        for r in records
+    ]
 
 
 def keep(out: Path, name: str, found: list[dict[str, Any]]) -> None:

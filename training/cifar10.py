@@ -29,7 +29,7 @@ BATCH = 256
 
 
 def resnet(img_size: int = 32) -> nn.Module:
-    """ResNet-18 with 16 groups in each norm, and a first layer that keeps small pictures whole."""
+    """ResNet-18 with 16 groups in each norm, and a first layer that keeps small pictures whole; any size will do."""
     model = ResNet(BasicBlock, (2, 2, 2, 2), num_classes=10, norm_layer=partial(GroupNorm, num_groups=16))
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     return model

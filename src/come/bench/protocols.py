@@ -280,6 +280,7 @@ def register(protocol: Protocol) -> Protocol:
 
 STANDARD = corruptions.names("standard")
 VIT_B = "timm:vit_base_patch16_224.augreg2_in21k_ft_in1k"
+RESNET50 = "timm:resnet50.tv_in1k"
 VIT_S8 = "timm:vit_small_patch16_224:img_size=64:patch_size=8:num_classes=200"
 IMAGENET_C = (
     "Hendrycks and Dietterich's ImageNet-C (zenodo.org/record/2235448), 50,000 images for each corruption and severity"
@@ -363,7 +364,7 @@ def _ours() -> tuple[Protocol, ...]:
             name="robustbench-resnet50",
             summary="ResNet-50 on the 5,000 images of ImageNet-C that RobustBench lists, never reset",
             plan=Plan(
-                model="timm:resnet50.tv_in1k",
+                model=RESNET50,
                 data="imagenet-c",
                 setting="lifelong",
                 normalization="imagenet",
@@ -381,7 +382,7 @@ def _ours() -> tuple[Protocol, ...]:
             name="changing-resnet50",
             summary="ResNet-50 on corruptions that fade into each other, in the manner of CCC",
             plan=Plan(
-                model="timm:resnet50.tv_in1k",
+                model=RESNET50,
                 data="folder",
                 setting="changing",
                 normalization="imagenet",

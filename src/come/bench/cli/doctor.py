@@ -129,17 +129,14 @@ def _extras() -> Iterator[Check]:
         known = distribution("come-tta").metadata.get_all("Provides-Extra") or []
     except PackageNotFoundError:
         known = []
-    fine = [extra for extra in EXTRAS if extra in known and not _lacking("come-tta", extra)]
-    if fine:
+    lacks = {extra: _lacking("come-tta", extra) for extra in EXTRAS if extra in known}
+    if fine := [extra for extra, lacking in lacks.items() if not lacking]:
         yield Check("extras", "ok", ", ".join(fine))
     for extra, enables in EXTRAS.items():
-        if extra in fine:
-            continue
-        if extra not in known:
+        if extra not in lacks:
             says = f"unknown before come is installed anew: {enables}"
             yield Check(f"extra {extra}", "note", says, f'pip install -e ".[{extra}]"')
-        else:
-            lacking = _lacking("come-tta", extra)
+        elif lacking := lacks[extra]:
             says = f"needs {', '.join(lacking)} for {enables}"
             yield Check(f"extra {extra}", "note", says, _pip(f"come-tta[{extra}]"), {"missing": lacking})
 
