@@ -269,6 +269,55 @@ class Opinion(Objective):
         return (m.exp() + self.eps).log() if self.eps else m
 
 
+@dataclass(frozen=True)
+class Invariant(Objective):
+    r"""COME for any classifier: an opinion that does not depend on the constant that training leaves free.
+
+    A softmax classifier is the same for every constant added to its logits, but the opinion of `Opinion` is not: there "I do not
+    know" has the fixed logit ln K. Here it has as much mass as the classifier itself leaves open. With the centred logits
+    :math:`c = f - \bar f`, their held form :math:`z = c \, \mathrm{sg}(\lVert c \rVert_2) / \lVert c \rVert_2` and
+    :math:`p = \mathrm{softmax}(f)`:
+
+    .. math:: u = \min\left(\frac{H(p)}{\ln K},\ \frac12\right), \qquad
+              m = \log \mathrm{softmax}\left(z_1, \dots, z_K,\
+                  \mathrm{sg}\left(\ln \textstyle\sum_k e^{z_k} + \ln \tfrac{u}{1 - u}\right)\right)
+
+    so that :math:`b_k = (1 - u) \, p_k`. The logit of "I do not know" is a constant for the gradient, as ln K is in COME, and
+    the gradient has no part along c. Two classifiers with the same probabilities get the same masses and gradients:
+    `come.testing.check_invariance`.
+
+    Args:
+        freeze_norm: take the gradient with the norm of the centred logits held.
+        most: the largest uncertainty, in (0, 1): above 1/2 the classes would hardly count.
+
+    Example:
+        >>> f = torch.tensor([[2.0, 0.0, 0.0]])
+        >>> Invariant().log_mass(f).exp()
+        tensor([[0.3935, 0.0533, 0.0533, 0.5000]])
+        >>> torch.allclose(Invariant().log_mass(f), Invariant().log_mass(f - 10))
+        True
+    """
+
+    freeze_norm: bool = True
+    most: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(0 < self.most < 1, "most", self.most, "in (0, 1)")
+
+    def log_mass(self, logits: Tensor) -> Tensor:
+        """Log-beliefs and log-uncertainty, (..., K) -> (..., K + 1)."""
+        masked = logits.isneginf()
+        count = (~masked).sum(dim=-1, keepdim=True).clamp_min(1)
+        known = exact(logits).masked_fill(masked, 0)
+        centred = (known - known.sum(dim=-1, keepdim=True) / count).masked_fill(masked, -math.inf)
+        z = _prepare(centred, self.freeze_norm, 2.0, 1.0)
+        fixed = z.detach()
+        open_share = _entropy(_normalized(fixed))[..., None] / count.clamp_min(2).to(z.dtype).log()
+        u = open_share.clamp(SMALLEST_NORM, self.most)
+        ignorance = torch.logsumexp(fixed, dim=-1, keepdim=True) + u.log() - (-u).log1p()
+        return _normalized(torch.cat([z, ignorance], dim=-1))
+
+
 def _check_norm(p: float, tau: float) -> None:
     require(p >= 1, "p", p, "at least 1 (math.inf included)")
     require(0 < tau < math.inf, "tau", tau, "a positive number")
@@ -313,6 +362,7 @@ def _check(name: str, thing: object) -> str:
 _registry: Registry[Objective] = Registry("objective", entry_points="come.objectives", check=_check)
 _registry.add("em", Softmax())
 _registry.add("come", Opinion())
+_registry.add("invariant", Invariant())
 
 
 def names() -> list[str]:
@@ -320,7 +370,7 @@ def names() -> list[str]:
 
     Example:
         >>> names()
-        ['em', 'come']
+        ['em', 'come', 'invariant']
     """
     return _registry.names()
 

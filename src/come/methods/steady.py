@@ -1,14 +1,24 @@
-r"""Steady: COME that keeps its answers spread, stays near the source, and learns which classes come together.
+r"""Steady: keeps its answers spread, stays near the source, and learns only while many classes come by.
 
-With the masses m_i of a batch (the opinion's K + 1), their average :math:`\bar m` and a running average a of it:
+With the class masses b_i of a batch (the objective's mass, "I do not know" divided evenly over the classes), their average
+:math:`\bar b`, a running average a of it, and :math:`\hat g = g / \lVert g \rVert`:
 
-.. math:: L = \frac1n \sum_i H(m_i) + \lambda \sum_k \bar m_k \ln a_k, \qquad
-          \theta \leftarrow \theta - \eta \, \partial L, \qquad
+.. math:: L = \frac1n \sum_i H(m_i) + \lambda \sum_k \bar b_k \ln a_k, \qquad
+          \theta \leftarrow \theta - \eta \, s \, \lVert \theta_0 \rVert \, \hat g, \qquad
           \theta \leftarrow \theta + \rho (\theta_0 - \theta)
 
-The second term is the entropy of the averaged answer, negated: what all samples claim at once becomes dearer, so the collapse
-into one class does not pay. The pull :math:`\rho` bounds how far a long stream can go. Together they allow ten times Tent's
-rate.
+The second term is the entropy of the averaged answer, negated: predicting one class for every sample is penalized. The step
+has a length relative to the norm of the source's parameters, whatever the size of the gradient, so one rate serves networks of
+any recipe. The pull :math:`\rho` bounds how far a long stream can go.
+
+The term is right while classes come in about equal numbers, and drives answers away from the truth where few classes come for
+long. So the step is scaled by how many classes are being answered: with the probability c that two recent answers agree,
+counted over pairs of samples,
+
+.. math:: s = \mathrm{clip}\left(\frac{1 / (K c) - 0.6}{0.2},\ 0,\ 1\right)
+
+1/c is the effective number of classes. Below 0.6 K nothing is learned, whether few classes come or the model has begun to
+collapse, and the pull leads back to the source.
 
 The answer is corrected by what the batch says about its classes. Two samples of a batch agree more often than samples of
 different batches if classes come together (frames of a video, a sorted list): that excess, :math:`r`, is the correlation within
@@ -18,11 +28,13 @@ a batch, and makes the classes of the batch a Dirichlet-multinomial with mean :m
 .. math:: \pi_{ik} = \frac{\alpha \mu_k + \sum_{j \ne i} q_{jk}}{\alpha + n - 1}, \qquad
           q_i = \mathrm{softmax}(f_i + \ln \pi_i - \ln \mu)
 
-Where classes come at random r is 0 and the answer is the model's own.
+A change of the domain also makes samples of a batch agree a little more: r counts only where agreement within a batch is at
+least 1.5 times that between batches, fully from 2.5 times on. Where classes come at random the answer is the model's own.
 
-Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs nothing; one forward and one
-backward per batch. Any objective; made for "come". See docs/steady.md for how it was found, what each part does, and where it
-fails.
+Adapts the affine parameters of normalization layers, on the source's BatchNorm statistics unless told otherwise: those of a
+batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward and one backward per batch.
+Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (Ma et al., 2025), which replaces a part of the
+entropy by a running class marginal. See docs/steady.md for how it was found, what each part does, and where it fails.
 """
 
 from __future__ import annotations
@@ -32,11 +44,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from come import objectives
+from come.batchnorm import StatisticsRule
 from come.errors import ModelError, require, require_int
 from come.inputs import Inputs, exact
-from come.method import Context, Frozen, Method, Step, leaf, masked_mean, register
+from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
+from come.objectives import Objective
 
 TINY = 1e-6
+WINDOW = 64
+"""Samples that `memory`, `pull` and the learning rate are stated for."""
+SPREAD = (0.6, 0.8)
+"""Effective number of classes, relative to K, from which the step is above zero, and from which it is whole."""
+TOGETHER = (1.5, 2.5)
+"""Agreement within batches, relative to that between them, from which answers are corrected, and from which fully."""
+CAUTIOUS = 5.0
+"""Pairs that are taken to agree before any was seen: a stream must show that it has many classes."""
+DOUBTED = 50.0
+"""Pairs within batches that are taken to agree as those between them do."""
 
 
 @register
@@ -46,8 +71,8 @@ class Steady(Method):
 
     Args:
         diversity: lambda, the weight of the averaged answer's entropy, >= 0.
-        pull: rho, the share of the way back to the source at each step, in [0, 1].
-        memory: how much of the running averages is kept at each step, in [0, 1).
+        pull: rho, the share of the way back to the source for each 64 samples, in [0, 1].
+        memory: how much of the running averages is kept over 64 samples, in [0, 1).
         prior_correction: correct the answer by the classes of the batch.
         rounds: how often the correction counts again.
 
@@ -60,7 +85,9 @@ class Steady(Method):
 
     name = "steady"
     by_stream = ("diversity", "pull", "memory")
-    paper_lr = (1e-2, 2.5e-3)
+    paper_lr = (1e-4, 1e-4)
+    objective: converted[str | Objective, Objective] = converted(objectives.get, "invariant")
+    statistics: StatisticsRule | None = "source"
     diversity: float = 2.0
     pull: float = 0.02
     memory: float = 0.9
@@ -75,26 +102,35 @@ class Steady(Method):
         require_int("rounds", self.rounds, 1)
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """Nothing seen yet."""
+        """Nothing seen yet: sums over samples of class masses, probabilities and votes; agreeing pairs, and pairs."""
         classes = ctx.classes(x)
-        masses = self.objective.log_mass(torch.zeros(1, classes, device=ctx.device)).shape[1]
-        start = {"answers": masses, "classes": classes, "alike": 2}
-        return {"seen": torch.zeros((), device=ctx.device)} | {
-            name: torch.zeros(size, device=ctx.device) for name, size in start.items()
-        }
+        sizes = {"answers": classes, "classes": classes, "votes": classes, "pairs": 4}
+        zeros = {name: torch.zeros(size, device=ctx.device) for name, size in sizes.items()}
+        return {"seen": torch.zeros((), device=ctx.device)} | zeros
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, one step, a little way back to the source, and the corrected answer."""
         logits = ctx.forward(x)
         mass = self.objective.log_mass(logits)
         entropy = -(mass.exp() * mass).sum(dim=1)
-        average = masked_mean(mass.exp(), ctx.valid)
-        some = ctx.valid.any()
+        count, classes = ctx.valid.sum(), logits.shape[1]
+        some, part = count > 0, count / WINDOW
         answer, later = self._corrected(ctx, exact(logits.detach()))
-        later["answers"] = self._later(ctx, "answers", average)
-        common = (later["answers"] / later["seen"]).clamp_min(torch.finfo(average.dtype).tiny).log()
-        ctx.descend(masked_mean(entropy, ctx.valid) + self.diversity * (average * common).sum(), go=some)
-        ctx.weights = leaf(torch.where(some, ctx.weights + self.pull * (ctx.source - ctx.weights), ctx.weights))
+
+        beliefs = mass.exp()[:, :classes]
+        beliefs = beliefs + (1 - beliefs.sum(dim=1, keepdim=True)) / classes
+        average = masked_mean(beliefs, ctx.valid)
+        later["answers"] = self._later(ctx, "answers", count * average)
+        common = (later["answers"] / later["seen"].clamp_min(1)).clamp_min(torch.finfo(average.dtype).tiny).log()
+        gradient = ctx.gradient(masked_mean(entropy, ctx.valid) + self.diversity * (average * common).sum())
+
+        within, pairs, between, others = later["pairs"].unbind()
+        agreeing = (within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)
+        spread = ((1 / (classes * agreeing) - SPREAD[0]) / (SPREAD[1] - SPREAD[0])).clamp(0, 1)
+        length = spread * torch.linalg.vector_norm(ctx.source) / torch.linalg.vector_norm(gradient).clamp_min(1e-30)
+        ctx.descend_along(gradient * length.to(gradient), go=some & (spread > 0))
+        back = 1 - (1 - self.pull) ** part
+        ctx.weights = leaf(torch.where(some, ctx.weights + back * (ctx.source - ctx.weights), ctx.weights))
         ctx.state |= {name: torch.where(some, value, ctx.state[name]) for name, value in later.items()}
         return Step(answer.to(logits.dtype), entropy, ctx.valid)
 
@@ -112,28 +148,32 @@ class Steady(Method):
         return Frozen(ctx.weights.detach())
 
     def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:
-        """A running sum with one more value; divided by "seen" it is the average."""
-        return ctx.state[name] * self.memory + value.detach().to(ctx.state[name])
+        """A running sum over samples with those of this batch."""
+        keep = self.memory ** (ctx.valid.sum() / WINDOW)
+        return ctx.state[name] * keep + value.detach().to(ctx.state[name])
 
     def _corrected(self, ctx: Context, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The answer under the classes of this batch, and what is known after it."""
-        valid, classes = ctx.valid[:, None], logits.shape[1]
-        count, before, known = ctx.valid.sum(), ctx.state["seen"], ctx.state["classes"]
+        valid, classes, count = ctx.valid[:, None], logits.shape[1], ctx.valid.sum()
+        seen, known = ctx.state["seen"], ctx.state["classes"]
         p = torch.where(valid, logits.softmax(dim=1), 0)
         votes = (valid & (p.argmax(dim=1)[:, None] == torch.arange(classes, device=p.device))).sum(dim=0).to(p)
-        within = (votes * (votes - 1)).sum() / (count * (count - 1)).clamp_min(1)
-        between = torch.where(before > 0, (votes * known).sum() / (count * before).clamp_min(TINY), within)
-        alike = torch.stack([torch.where(count > 1, within, between), between])
+        alike = (votes * (votes - 1)).sum(), count * (count - 1), (votes * ctx.state["votes"]).sum(), count * seen
         later = {
-            "seen": before * self.memory + 1,
-            "classes": self._later(ctx, "classes", p.sum(dim=0) / count.clamp_min(1)),
-            "alike": self._later(ctx, "alike", alike),
+            "seen": self._later(ctx, "seen", count),
+            "classes": self._later(ctx, "classes", p.sum(dim=0)),
+            "votes": self._later(ctx, "votes", votes),
+            "pairs": self._later(ctx, "pairs", torch.stack([value.to(p) for value in alike])),
         }
         if not self.prior_correction:
             return logits, later
-        within, between = (later["alike"] / later["seen"]).unbind()
-        excess = ((within - between) / (1 - between).clamp_min(TINY)).clamp(TINY, 1 - TINY)
-        alpha, usual = (1 - excess) / excess, (known + 1 / classes) / (before + 1)
+        within, pairs, between, others = later["pairs"].unbind()
+        usual_rate = (between / others.clamp_min(TINY)).clamp_min(TINY)
+        within = (within + DOUBTED * usual_rate) / (pairs + DOUBTED)
+        excess = (within - usual_rate) / (1 - usual_rate).clamp_min(TINY)
+        excess = excess * ((within / usual_rate - TOGETHER[0]) / (TOGETHER[1] - TOGETHER[0])).clamp(0, 1)
+        excess = torch.where(others > 0, excess, 0).clamp(TINY, 1 - TINY)
+        alpha, usual = (1 - excess) / excess, (known + 1 / classes) / (seen + 1)
         q, shift = p, torch.zeros_like(p)
         for _ in range(self.rounds):
             prior = (alpha * usual + q.sum(dim=0) - q) / (alpha + (count - 1).clamp_min(0))

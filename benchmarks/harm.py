@@ -1,0 +1,327 @@
+"""The harm matrix: where does adaptation make a model worse than doing nothing?
+
+    python training/zoo.py pack zoo.npz --fashion FOLDER --cifar FOLDER && python training/zoo.py train zoo.npz weights
+    python benchmarks/harm.py run zoo.npz weights results/harm --device cuda     # one process for each network fills a GPU
+    python benchmarks/harm.py show results/harm
+    python benchmarks/harm.py draw results/harm results
+
+Networks (`training/zoo.py`) x streams (`streams`) x methods (`METHODS`), as `come.adapt` gives them and bare. A cell is the accuracy of
+the method minus that of the source model on the same samples, with a 95% interval that counts each image once. All
+streams of a network with the same size of batch run at once, in a `come.Fleet`; what no fleet can run is run stream by stream. A network
+has one file, written after each method; what is in it is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import come
+from come.corruptions import corrupt
+from come.files import replacing
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+import zoo
+
+CORRUPTIONS = ("gaussian_noise", "motion_blur", "snow", "brightness", "contrast", "jpeg_compression")
+CLEAN = 0
+NOISE, CONTRAST, JPEG = (1 + CORRUPTIONS.index(name) for name in ("gaussian_noise", "contrast", "jpeg_compression"))
+IMAGES, KEPT_BACK = 2000, 500
+"""Images that streams are made of, and others for EATA's source data."""
+OBJECTIVES = ("em", "come", "invariant")
+METHODS = {
+    "steady": {"method": "steady"},
+    **{f"{m} + {o}": {"method": m, "objective": o} for m in ("tent", "eata", "sar") for o in OBJECTIVES},
+    "zerosiam": {"method": "zerosiam", "objective": "em"},
+}
+PUBLISHED = tuple(name for name in METHODS if name != "steady" and "invariant" not in name)
+
+
+# ---- streams ----
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Samples in order: which corruption and which image of each; an outlier has the label -1."""
+
+    cell: str
+    """The column of the matrix; several streams may share one."""
+    batch: int
+    domain: Tensor
+    image: Tensor
+    outlier: Tensor | None = None
+
+
+def streams(labels: Tensor, long: int = 100, seed: int = 0) -> Iterator[Stream]:
+    """All streams of a network.
+
+    Args:
+        labels: of the images, (N,) on the CPU.
+        long: batches of 64 in a stream of few classes; the others are shorter in proportion.
+        seed: of all orders.
+    """
+    random = torch.Generator().manual_seed(seed)
+    everything = torch.arange(len(labels))
+
+    def some(batches: int, of: Tensor = everything, batch: int = 64) -> Tensor:
+        rounds = [of[torch.randperm(len(of), generator=random)] for _ in range(math.ceil(batches * batch / len(of)))]
+        return torch.cat(rounds)[: batches * batch]
+
+    def same(domain: int, images: Tensor) -> Tensor:
+        return torch.full_like(images, domain)
+
+    def stream(cell: str, domain: int, images: Tensor, batch: int = 64) -> Stream:
+        return Stream(cell, batch, same(domain, images), images)
+
+    short = max(2, long // 4)
+    yield stream("clean", CLEAN, some(short))
+    for domain in range(1, 1 + len(CORRUPTIONS)):
+        yield stream("standard", domain, some(short))
+    for cell, domain in (("sorted, clean", CLEAN), ("sorted", NOISE), ("sorted", JPEG)):
+        images = some(short)
+        order = torch.randperm(int(labels.max()) + 1, generator=random)[labels[images]]
+        yield stream(cell, domain, images[order.argsort(stable=True)])
+    images = some(2 * short)
+    yield Stream("mixed", 64, torch.randint(0, 1 + len(CORRUPTIONS), images.shape, generator=random), images)
+    images = some(18 * max(1, long // 20))  # three rounds
+    yield Stream("lifelong", 64, 1 + torch.arange(len(images)) * 18 // len(images) % 6, images)
+    counts = torch.bincount(labels)
+    frequent = counts.argsort(descending=True)[:10]
+    picked = frequent[torch.randperm(len(frequent), generator=random)]
+    for count, name in ((1, "one class"), (2, "two classes"), (5, "five classes")):
+        yield stream(name, CLEAN, some(long, everything[torch.isin(labels, picked[:count])]))
+    yield stream("two classes, noise", NOISE, some(long, everything[torch.isin(labels, picked[:2])]))
+    images = some(2 * short)
+    outlier = torch.rand(images.shape, generator=random) < 0.5
+    yield Stream("outliers", 64, same(NOISE, images), images, outlier)
+    for batch, batches, of in ((16, 40, (CLEAN, NOISE, JPEG)), (4, 48, (CLEAN, NOISE, JPEG)), (1, 96, (CLEAN, NOISE, JPEG, 2))):
+        for domain in of:
+            images = some(max(2, batches * long // 100), batch=batch)
+            yield stream(f"batches of {batch}", domain, images, batch)
+
+
+class Bank:
+    """Every image under every corruption, on the device."""
+
+    def __init__(self, images: Tensor, outliers: Tensor, normalize: Callable[[Tensor], Tensor]) -> None:
+        self.normalize = normalize
+        self.images = torch.stack([images, *(corrupt(images, name, 5, seed=3) for name in CORRUPTIONS)])
+        self.outliers = corrupt(outliers, "gaussian_noise", 5, seed=4)
+
+    def __call__(self, stream: Stream, at: slice) -> Tensor:
+        """Samples of a stream, as the network takes them."""
+        device = self.images.device
+        images = self.images[stream.domain[at].to(device), stream.image[at].to(device)]
+        if stream.outlier is not None:
+            others = self.outliers[stream.image[at].to(device) % len(self.outliers)]
+            images = torch.where(stream.outlier[at].to(device)[:, None, None, None], others, images)
+        return self.normalize(images)
+
+
+# ---- one method on all streams ----
+
+
+def answers(make: Callable[[], come.Adapter], fleet: Callable[[int], come.Fleet] | None, all_streams: list[Stream], bank: Bank) -> list[Tensor]:
+    """The predicted class of every sample of every stream, each from the source model on."""
+    found: list[list[Tensor]] = [[] for _ in all_streams]
+    for batch in sorted({stream.batch for stream in all_streams}):
+        mine = [i for i, stream in enumerate(all_streams) if stream.batch == batch]
+        if fleet is None:
+            for i in mine:
+                with make() as adapter:
+                    for start in range(0, len(all_streams[i].image), batch):
+                        found[i].append(adapter(bank(all_streams[i], slice(start, start + batch))).argmax(dim=1))
+            continue
+        running, start = fleet(len(mine)), 0
+        while going := [i for i in mine if start < len(all_streams[i].image)]:
+            x = torch.cat([bank(all_streams[i], slice(start, start + batch)) for i in going])
+            logits = running(x, [str(mine.index(i)) for i in going for _ in range(batch)])
+            for i, part in zip(going, logits.argmax(dim=1).split(batch), strict=True):
+                found[i].append(part)
+            start += batch
+        running.close()
+    return [torch.cat(parts).cpu() for parts in found]
+
+
+def made(name: str, model: nn.Module, guard: bool, source: list[Tensor]) -> tuple[Callable[[], come.Adapter], Any]:
+    """What puts a method around the model, for one stream and for many; None where no fleet can run it."""
+    how = {**METHODS[name], "guard": guard}
+    if how["method"] == "eata":
+        how["source"] = source
+    with come.adapt(model, **how) as trial:
+        fixed = trial.method.waits
+    many = None if fixed or how["method"] == "zerosiam" else (lambda count: come.Fleet(model, streams=count, **how))
+    return (lambda: come.adapt(model, **how)), many
+
+
+def cells(all_streams: list[Stream], found: list[Tensor], source: list[Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
+    """Accuracy, the source's, their difference and its interval, in points, for each column of the matrix."""
+    kept: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for stream, mine, theirs in zip(all_streams, found, source, strict=True):
+        counted = torch.ones(len(mine), dtype=torch.bool) if stream.outlier is None else ~stream.outlier
+        truth = labels[stream.image]
+        right, before = ((p == truth)[counted].double() for p in (mine, theirs))
+        kept.setdefault(stream.cell, []).append((right, before, stream.image[counted]))
+    table = {}
+    for cell, parts in kept.items():
+        right, before, image = (torch.cat(values) for values in zip(*parts, strict=True))
+        gain = right - before
+        by_image = torch.zeros(len(labels), dtype=torch.float64).index_add(0, image, gain - gain.mean())
+        half = 1.96 * float(by_image.square().sum().sqrt()) / len(gain)
+        points = [100 * v for v in (right.mean().item(), before.mean().item(), gain.mean().item(), half)]
+        table[cell] = dict(zip(("accuracy", "source", "gain", "half_width"), (round(v, 3) for v in points), strict=True))
+        table[cell]["samples"] = len(gain)
+    return table
+
+
+def network(name: str, data: Path, weights: Path, device: torch.device) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A network of the zoo, its test images and labels, and images of another task."""
+    recipe = zoo.NETWORKS[name]
+    sets = {task: zoo.load(data, task, "test", device) for task in zoo.TRAINED_ON if zoo.has(data, task)}
+    images, labels = zoo.combine(recipe.task, sets, zoo.TESTED_ON, 2)
+    others = [task for task in sets if task not in recipe.task.split("+")]
+    outliers = sets[others[0] if others and recipe.task != "either" else next(iter(sets))][0][:1000]
+    if not others:
+        outliers = outliers.flip(2)  # upside down
+    if images.shape[3] > outliers.shape[3]:
+        outliers = torch.cat([outliers, outliers.flip(0)], dim=3)
+    return zoo.restored(name, weights, device), images, labels, outliers
+
+
+def run(name: str, model: nn.Module, images: Tensor, labels: Tensor, outliers: Tensor, file: Path, args: Any) -> None:
+    """All methods on one network, with and without a guard."""
+    normalize = zoo.normalized
+    bank = Bank(images[:IMAGES], outliers, normalize)
+    source = [normalize(part) for part in images[-KEPT_BACK:].split(50)]
+    truth = labels[:IMAGES].cpu()
+    all_streams = list(streams(truth, args.long))
+    kept = json.loads(file.read_text()) if file.exists() else {"network": name, "chosen_on": zoo.NETWORKS[name].chosen_on, "cells": {}}
+    with torch.no_grad():
+        before = [torch.cat([model(bank(s, slice(i, i + 256))).argmax(dim=1) for i in range(0, len(s.image), 256)]).cpu() for s in all_streams]
+    for guard in (True, False):
+        for method in args.methods or METHODS:
+            key = f"{method}{'' if guard else ', bare'}"
+            if key in kept["cells"]:
+                continue
+            started = time.monotonic()
+            try:
+                found = answers(*made(method, model, guard, source), all_streams, bank)
+            except come.ComeError as error:
+                print(f"{name}: {key}: {error}", flush=True)
+                continue
+            kept["cells"][key] = cells(all_streams, found, before, truth)
+            with replacing(file) as writing:
+                writing.write_text(json.dumps(kept, indent=1))
+            gains = {cell: entry["gain"] for cell, entry in kept["cells"][key].items()}
+            worst = min(gains, key=gains.__getitem__)
+            print(
+                f"{name:18s} {key:24s} mean {sum(gains.values()) / len(gains):+6.2f}, worst {gains[worst]:+7.2f} ({worst}), "
+                f"clean {gains['clean']:+5.2f}, {time.monotonic() - started:.1f} s",
+                flush=True,
+            )
+
+
+# ---- what was found ----
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All networks of a folder, those chosen on first."""
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda kept: not kept["chosen_on"])
+
+
+def show(folder: Path) -> None:
+    """Shares of cells below the limits, and means, for each method on either half; then the worst cells of steady."""
+    networks = read(folder)
+    for words, chosen in (("Networks that were chosen on", True), ("Networks that nothing was chosen on", False)):
+        half = [kept for kept in networks if kept["chosen_on"] is chosen]
+        if not half:
+            continue
+        print(f"\n{words}: {', '.join(kept['network'] for kept in half)}\n")
+        print("| | cells | mean gain | below -1 | below -3 | below -10 | worst | worst clean |\n|---|" + "---:|" * 7)
+        for method in half[0]["cells"]:
+            gains = [(entry["gain"], cell) for kept in half for cell, entry in kept["cells"].get(method, {}).items()]
+            values = [gain for gain, _ in gains]
+            share = [f"{100 * sum(v < limit for v in values) / len(values):.0f}%" for limit in (-1, -3, -10)]
+            clean = min(gain for gain, cell in gains if cell == "clean")
+            mean = sum(values) / len(values)
+            print(f"| {method} | {len(values)} | {mean:+.1f} | {' | '.join(share)} | {min(values):+.1f} | {clean:+.1f} |")
+    print("\nThe worst cells of steady:")
+    worst = sorted(
+        (entry["gain"], entry["half_width"], kept["network"], cell)
+        for kept in networks
+        for cell, entry in kept["cells"].get("steady", {}).items()
+    )
+    for gain, half, name, cell in worst[:8]:
+        print(f"  {gain:+5.1f} ± {half:.1f}  {name}, {cell}")
+
+
+def draw(folder: Path, out: Path) -> None:
+    """The matrix as one picture: a row for each network, a column for each stream, a panel for each method."""
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "harm"
+    networks = read(folder)
+    shown = [name for name in ("steady", "tent + em", "tent + come", "eata + come", "sar + come", "zerosiam") if name in networks[0]["cells"]]
+    columns = list(networks[0]["cells"][shown[0]])
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), sharex=True, sharey=True, layout="constrained")
+    for axis, method in zip(axes.flat, shown, strict=False):
+        values = [[kept["cells"].get(method, {}).get(cell, {}).get("gain", math.nan) for cell in columns] for kept in networks]
+        picture = axis.imshow(values, cmap="RdBu", vmin=-20, vmax=20, aspect="auto")
+        flat = [v for row in values for v in row if v == v]
+        below = 100 * sum(v < -1 for v in flat) / len(flat)
+        axis.set_title(f"{method}: mean {sum(flat) / len(flat):+.1f}, {below:.0f}% of cells below -1", fontsize=11)
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                if value == value:
+                    axis.text(x, y, f"{value:.0f}" if abs(value) >= 0.5 else "", ha="center", va="center", fontsize=6.5)
+        axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=8)
+        names = [f"{kept['network']}{' *' if kept['chosen_on'] else ''}" for kept in networks]
+        axis.set_yticks(range(len(networks)), names, fontsize=8)
+    figure.colorbar(picture, ax=axes, label="accuracy minus the source model's, points", shrink=0.6)
+    figure.savefig(out / "harm.svg", metadata={"Date": None})
+    figure.savefig(out / "harm.png", dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run")
+    for name in ("data", "weights", "out"):
+        running.add_argument(name, type=Path)
+    running.add_argument("--networks", nargs="*", choices=list(zoo.NETWORKS), default=list(zoo.NETWORKS))
+    running.add_argument("--methods", nargs="*", choices=list(METHODS))
+    running.add_argument("--long", type=int, default=100, help="batches in a stream of few classes")
+    running.add_argument("--device", default="cpu")
+    for name in ("show", "draw"):
+        command = commands.add_parser(name)
+        command.add_argument("folder", type=Path)
+        if name == "draw":
+            command.add_argument("out", type=Path)
+    args = parser.parse_args()
+    if args.command == "show":
+        return show(args.folder)
+    if args.command == "draw":
+        return draw(args.folder, args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.networks:
+        loaded = network(name, args.data, args.weights, torch.device(args.device))
+        run(name, *loaded, args.out / f"{name}.json", args)
+
+
+if __name__ == "__main__":
+    main()
