@@ -18,6 +18,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import come
+from come import saving
 from come.bench import cli
 from come.serve import Service, http
 from come.serve.http import create
@@ -218,6 +219,18 @@ def test_json_is_limited_far_below_raw_bytes_and_parsed_one_at_a_time(monkeypatc
         sent = [pool.submit(client.post, f"/v1/tenants/{i}/predict", json=small) for i in range(4)]
         assert [one.result().status_code for one in sent] == [200] * 4
     assert most == [1] * 4
+
+
+def test_a_full_disk_is_told_to_come_back(tmp_path, monkeypatch):
+    def full(path, data):
+        raise come.StateError("no space left")
+
+    monkeypatch.setattr(saving, "put", full)
+    service = Service(MODEL, shape=(3, 8, 8), lr=0.01, state=tmp_path, write_every=0)
+    with TestClient(create(service)) as client:
+        found = post(client, "a", X[0])
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        assert client.get("/v1/tenants/a/health").status_code == 404
 
 
 # ---- a server of its own ----
