@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,10 +11,14 @@ import sys
 import time
 from itertools import islice
 
+import httpx
 import pytest
 import torch
 from browsing import PHONE, asked, visit
 from calling import call
+from fastapi.testclient import TestClient
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 import come
 from come.bench.demo import stream
@@ -124,7 +129,69 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 @pytest.fixture
-def server():
+def client():
+    """Of an app that answers with what it was sent, behind the door."""
+    from come.bench.demo.closed import Closed
+
+    async def echo(scope, receive, send):
+        await JSONResponse(await Request(scope, receive).json() if scope["method"] == "POST" else {})(
+            scope, receive, send
+        )
+
+    return TestClient(Closed(echo))
+
+
+def data(*values, **more):
+    return {"json": {"data": list(values), "fn_index": 0, "session_hash": "x"} | more}
+
+
+FILE = {"path": "http://127.0.0.1:9/x.png", "meta": {"_type": "gradio.FileData"}}
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "sent", "status"),
+    [
+        ("POST", "upload", {"files": {"files": ("a.bin", b"x" * 1000)}}, 404),
+        ("POST", "upload/", {"files": {"files": ("a.bin", b"x" * 1000)}}, 404),
+        ("POST", "process_recording", {"files": {"files": ("a.bin", b"x" * 1000)}}, 404),
+        ("POST", "component_server", data(), 404),
+        ("POST", "vibe-edit", {"json": {"prompt": "x"}}, 404),
+        ("GET", "deep_link?session_hash=x", {}, 404),
+        ("GET", "file=/etc/hostname", {}, 404),
+        ("GET", "proxy=http://127.0.0.1:9/", {}, 404),
+        ("GET", "queue/join", {}, 404),
+        ("PUT", "queue/join", {}, 404),
+        *(
+            ("POST", route, sent, status)
+            for route in ("queue/join", "run/predict")
+            for sent, status in (
+                (data(FILE), 400),
+                (data([FILE]), 400),
+                (data(event_data=FILE), 400),
+                ({"content": b"[" * 3000}, 400),
+                ({"content": b"[1]"}, 400),
+                (data("x" * 5000), 413),
+                (data() | {"headers": {"sec-fetch-site": "cross-site"}}, 403),
+                (data() | {"headers": {"sec-fetch-site": "same-site"}}, 403),
+            )
+        ),
+    ],
+)
+def test_what_the_page_does_not_need_is_closed(client, method, route, sent, status):
+    found = client.request(method, f"/gradio_api/{route}", **sent)
+    assert (found.status_code, found.headers["content-type"]) == (status, "text/plain; charset=utf-8")
+
+
+def test_what_the_page_needs_is_passed_on(client):
+    for path in ("/", "/assets/index.js", "/gradio_api/queue/data?session_hash=x"):
+        assert client.get(path).json() == {}
+    assert client.post("/gradio_api/queue/join", **data("fog", 3, 1.0, True, None)).json()["data"][0] == "fog"
+    twice = f'{{"data": [{json.dumps(FILE)}], "data": [1]}}'  # checked is the second, so the first must not be read
+    assert client.post("/gradio_api/run/predict", content=twice).text == '{"data":[1]}'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
     """Where `come demo` listens; there is no way out of it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -134,13 +201,23 @@ def server():
         [sys.executable, "-c", code, "demo", "--port", str(port)],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9"),
+        env=os.environ
+        | dict.fromkeys(["http_proxy", "https_proxy"], "http://127.0.0.1:9")
+        | {"GRADIO_TEMP_DIR": str(tmp_path_factory.mktemp("gradio"))},
     )
     with process:
         assert process.stdout.readline() == f"come demo on http://127.0.0.1:{port}; Ctrl-C ends it\n"
         yield f"http://127.0.0.1:{port}/"
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+def test_nothing_can_be_uploaded(server, tmp_path_factory):
+    found = httpx.post(f"{server}gradio_api/upload", files={"files": ("a.bin", b"x" * 1000)}, timeout=60)
+    sent = {"data": [FILE] * 6, "fn_index": 0, "session_hash": "x"}
+    fetched = httpx.post(f"{server}gradio_api/queue/join", json=sent, timeout=60)
+    assert (found.status_code, fetched.status_code, httpx.get(server, timeout=60).status_code) == (404, 400, 200)
+    assert list(tmp_path_factory.getbasetemp().glob("gradio*/**/a.bin")) == []
 
 
 def until(found, seconds=60):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 import come
+from come import saving
 from come.serve import Mode, RequestError, Service
 from come.serve.modes import Signal
 from come.serve.states import States, key_of, part_of
@@ -283,6 +287,19 @@ def test_after_adapts_before_a_tenant_is_evicted(tmp_path):
         assert adapter.count == 1
 
 
+def test_after_adapts_before_a_reset_evicts_who_owes_a_step(tmp_path):
+    with make(adapt="after", state=tmp_path, resident=2, max_wait=0.1) as service:
+        service.predict("c", X[0])
+        for x in X[:2]:
+            asked = [service.ask("predict", "a", x), service.ask("predict", "b", x), service.ask("reset", "c")]
+            assert [one.result().adapted for one in asked[:2]] == [True, True]
+            asked[2].result()
+    for name in "ab":
+        adapter = come.adapt(MODEL, "tent", lr=0.01)
+        adapter.load(tmp_path / f"{key_of(name)}.safetensors")
+        assert adapter.count == 2
+
+
 def test_every_third_request_adapts():
     with make(adapt="every:3") as service:
         assert [service.predict("a", x).adapted for x in X[:7]] == [False, False, True, False, False, True, False]
@@ -460,26 +477,145 @@ def test_a_state_that_does_not_fit_is_refused_and_kept(tmp_path):
         assert service.predict("a", X[0]).adapted
 
 
-def test_a_disk_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
-    real = States.write
-
-    def full(self, name, data):
-        raise come.StateError("no space left")
-
+def test_a_disk_that_cannot_be_written_loses_nothing(tmp_path):
     with make(state=tmp_path, resident=1, write_every=1000) as service:
         service.predict("a", X[0])
-        monkeypatch.setattr(States, "write", full)
-        assert "cannot write states" in refused(503, service.predict, "b", X[0])
-        refused(503, service.reset, "a")
-        service.predict("a", X[1])  # still here
-        monkeypatch.setattr(States, "write", real)
+        with full_disk():
+            assert "cannot write states" in refused(503, service.predict, "b", X[0])
+            refused(503, service.reset, "a")
+            service.predict("a", X[1])  # still here
         service.predict("b", X[0])
         values = {one.name: one.value for one in service.metrics().values if "tenant" not in one.labels}
         assert values["come_serve_write_errors"] == 2
         assert values["come_serve_unwritten_steps"] == 1
-    with make(state=tmp_path, write_every=0) as service:
-        monkeypatch.setattr(States, "write", full)
-        refused(500, service.predict, "a", X[2])  # it was promised that it is on disk
+
+
+@contextmanager
+def full_disk(after=0):
+    """A disk that takes so many files more."""
+    real, left = States.write, iter([True] * after)
+
+    def write(self, name, data):
+        if not next(left, False):
+            raise come.StateError("no space left")
+        real(self, name, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(States, "write", write)
+        yield
+
+
+@pytest.mark.parametrize("mode", ["inline", "every:2", "shift:0.0,0.01"])
+def test_where_steps_are_written_first_a_full_disk_refuses_without_adapting(mode, tmp_path):
+    with make(state=tmp_path, write_every=0, adapt=mode) as service, make(adapt=mode) as expected:
+        assert same(service.predict("a", X[0]), expected.predict("a", X[0]))
+        with full_disk():
+            for x in X[1:4]:
+                assert "cannot write states now; try again later" in refused(503, service.predict, "a", x)
+            refused(503, service.predict, "new", X[0])
+            refused(404, service.health, "new")
+        for x in X[4:6]:
+            assert same(service.predict("a", x), expected.predict("a", x))
+        for key in ("requests", "steps"):
+            assert service.health("a")[key] == expected.health("a")[key]
+
+
+def test_where_the_disk_is_full_a_step_after_an_answer_is_kept_and_the_next_request_refused(tmp_path):
+    with make(state=tmp_path, write_every=0, adapt="after") as service, make(adapt="after") as expected:
+        with full_disk():
+            assert same(service.predict("a", X[0]), expected.predict("a", X[0]))
+            refused(503, service.predict, "a", X[1])
+        assert same(service.predict("a", X[2]), expected.predict("a", X[2]))
+        assert service.health("a")["steps"] == 2
+
+
+def same(answer, other):
+    return torch.equal(answer.logits, other.logits) and answer.adapted == other.adapted
+
+
+def test_a_write_that_failed_is_not_tried_again_at_once(tmp_path):
+    with make(state=tmp_path, write_every=0, adapt="after") as service, full_disk():
+        service.predict("a", X[0])
+        eventually(lambda: service._tenants.counts["write_errors"] == 1)
+        time.sleep(0.1)
+        assert service._tenants.counts["write_errors"] == 1
+
+
+@pytest.mark.parametrize("mode", ["inline", "after"])
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_reset_that_cannot_be_written_is_not_done(written, mode, tmp_path):
+    with make(state=tmp_path, write_every=1000, adapt=mode) as service, make(adapt=mode) as expected:
+        for one in (service, expected):
+            one.predict("a", X[0])
+        with full_disk(after=written):
+            assert "try again later" in refused(503, service.reset, "a")
+        assert service.health("a")["resident"] == (not written)
+        assert same(service.predict("a", X[1]), expected.predict("a", X[1]))
+        assert service.health("a")["steps"] == 2
+        for one in (service, expected):
+            one.reset("a")
+        assert same(service.predict("a", X[2]), expected.predict("a", X[2]))
+
+
+NOTE = {
+    "tenant": "a",
+    "requests": 1,
+    "signal": {"count": 4, "mean": 0.5, "squares": 0.1, "recent": 0.5, "shifted": False},
+}
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        {"requests": "1"},
+        {"requests": -1},
+        {"requests": 1e400},
+        {"requests": None},
+        {"signal": None},
+        {"signal": []},
+        *(
+            {"signal": NOTE["signal"] | {key: value}}
+            for key, value in (
+                *(("more", 1), ("count", 65), ("count", 2.5), ("count", "4"), ("mean", "x"), ("mean", None)),
+                *(("squares", -1.5), ("squares", math.nan), ("recent", math.inf), ("recent", [0]), ("shifted", 1)),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_note_that_was_changed_is_refused_for_its_tenant_alone(note, tmp_path, monkeypatch):
+    with make(state=tmp_path) as service:
+        for name in "ab":
+            service.predict(name, X[0])
+    with make(state=tmp_path, max_wait=0.1) as service, make() as expected:
+        expected.predict("b", X[0])
+        real = States.note
+        monkeypatch.setattr(States, "note", lambda self, name: NOTE | note if name == "a" else real(self, name))
+        bad, good = service.ask("predict", "a", X[1]), service.ask("predict", "b", X[1])
+        refused(409, bad.result)
+        assert same(good.result(), expected.predict("b", X[1]))
+
+
+def test_a_state_that_loads_and_cannot_step_is_refused_for_its_tenant_alone(tmp_path, monkeypatch):
+    """Of a size that its file declares, with a checksum that holds."""
+    real = saving.restored
+
+    def damaged(adapter, saved):
+        now = real(adapter, saved)
+        return replace(now, weights=torch.cat([now.weights, now.weights]))
+
+    with make(state=tmp_path) as service:
+        service.predict("a", X[0])
+    with make(state=tmp_path, max_wait=0.1) as service, make() as expected:
+        monkeypatch.setattr(saving, "restored", damaged)
+        bad, good = service.ask("predict", "a", X[1]), service.ask("predict", "b", X[1])
+        refused(409, bad.result)
+        assert same(good.result(), expected.predict("b", X[1]))
+        monkeypatch.setattr(come.Fleet, "step", lambda *_: 1 / 0)
+        refused(500, service.predict, "a", X[1])  # here the model fails for everybody
+        monkeypatch.undo()
+        service.delete("a")
+        assert service.predict("a", X[0]).adapted
 
 
 def test_a_step_is_on_disk_before_its_answer_if_asked_for(tmp_path):
@@ -527,6 +663,15 @@ def test_metrics_have_a_bounded_number_of_labels():
         requests = [one for one in service.metrics().values if one.name == "come_serve_tenant_requests"]
         assert {one.labels["tenant"]: one.value for one in requests} == {"t0": 1, "t1": 1, "t2": 1, "(other)": 5}
         assert sum(service.metrics().answered) == 8
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_closing_answers_what_waits_behind_a_request_that_was_cancelled(cancelled):
+    service = make(max_wait=0.2)
+    futures = [service.ask("predict", "a", x) for x in X[:3]]
+    futures.pop(cancelled).cancel()
+    service.close()
+    assert all(future.done() and future.result().adapted for future in futures)
 
 
 def test_closing_answers_what_waits_and_refuses_what_comes(tmp_path):

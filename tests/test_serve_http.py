@@ -18,8 +18,9 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import come
+from come import saving
 from come.bench import cli
-from come.serve import Service
+from come.serve import Service, http
 from come.serve.http import create
 from come.serve.states import key_of
 from come.testing import NORMS, TinyClassifier, batches
@@ -32,6 +33,13 @@ MODEL = TinyClassifier(NORMS["group"])
 
 def body(x):
     return bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def in_json(value):
+    """A sample in JSON, with this as its first value."""
+    rest = ", ".join(["[0, 0, 0, 0, 0, 0, 0, 0]"] * 7)
+    first = f"[[{value}, 0, 0, 0, 0, 0, 0, 0], {rest}]"
+    return f'{{"inputs": [[{first}, {first}, {first}]]}}'.encode()
 
 
 def post(client, name, x, **more):
@@ -94,11 +102,33 @@ def test_health_reset_and_delete(client):
         (body(torch.full((2, 3, 8, 8), torch.nan)), {}, 400, "must be finite"),
         (body(X[0]), {"content-type": "image/png"}, 415, "content type"),
         (b"{", {"content-type": "application/json"}, 400, "not JSON"),
-        (b"[" * 100_000, {"content-type": "application/json"}, 400, "not JSON"),
+        (
+            b"[" * 100_000,
+            {"content-type": "application/json"},
+            413,
+            "more lists than 8 samples of shape (3, 8, 8) take",
+        ),
+        (b"[" * 200, {"content-type": "application/json"}, 400, "not JSON"),
+        (
+            b'{"inputs": ' + b"[" * 200 + b"]" * 200 + b"}",
+            {"content-type": "application/json"},
+            400,
+            "of shape (n, 3, 8, 8)",
+        ),
+        (b'{"inputs": []}', {"content-type": "application/json"}, 400, "1 to 8 samples, got 0"),
         (b'{"inputs": 1}', {"content-type": "application/json"}, 400, "nested lists"),
-        (b'{"inputs": [[1, 2], [3]]}', {"content-type": "application/json"}, 400, "same length"),
+        (b'{"inputs": [[1, 2], [3]]}', {"content-type": "application/json"}, 400, "of shape (n, 3, 8, 8)"),
         (b'{"inputs": [["a"]]}', {"content-type": "application/json"}, 400, "nested lists of numbers"),
-        (b'{"inputs": [[1e400]]}', {"content-type": "application/json"}, 400, "must have shape"),
+        (in_json("1e400"), {"content-type": "application/json"}, 400, "must be finite"),
+        (in_json("9" * 400), {"content-type": "application/json"}, 400, "nested lists of numbers"),
+        (in_json("[1]"), {"content-type": "application/json"}, 400, "nested lists of numbers"),
+        (in_json('"a"'), {"content-type": "application/json"}, 400, "nested lists of numbers"),
+        (
+            in_json(" " * 2**20 + "1"),
+            {"content-type": "application/json"},
+            413,
+            "1048576 bytes of JSON at most; send more as",
+        ),
         (b"\xff\xfe\x00", {"content-type": "application/json"}, 400, "not JSON"),
     ],
 )
@@ -159,8 +189,48 @@ def test_images_as_bytes():
         raw = client.post("/v1/tenants/a/predict", content=body(x), headers=RAW | {"x-dtype": "uint8"})
         written = client.post("/v1/tenants/b/predict", json={"inputs": x.tolist()})
         assert raw.json() == written.json()
-        for wrong in ([[300]], [[-1]], [[0.5]]):
-            assert "0 to 255" in client.post("/v1/tenants/a/predict", json={"inputs": wrong}).json()["error"]
+        for wrong in ("300", "-1", "0.5", "true"):
+            found = client.post(
+                "/v1/tenants/a/predict", content=in_json(wrong), headers={"content-type": "application/json"}
+            )
+            assert "0 to 255" in found.json()["error"]
+
+
+def test_json_is_limited_far_below_raw_bytes_and_parsed_one_at_a_time(monkeypatch):
+    """A body that is parsed holds up every tenant, and takes many times its size."""
+    real, now, most = http._from_json, [], []
+
+    def parse(body, behind):
+        now.append(1)
+        most.append(len(now))
+        time.sleep(0.01)
+        now.pop()
+        return real(body, behind)
+
+    monkeypatch.setattr(http, "_from_json", parse)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 4), torch.nn.LayerNorm(4))
+    with TestClient(create(Service(model, shape=(3, 64, 64)))) as client, ThreadPoolExecutor(4) as pool:
+        x = torch.rand(40, 3, 64, 64)
+        assert post(client, "raw", x).status_code == 200
+        content = f'{{"inputs": {x.int().tolist()}}}'
+        found = client.post("/v1/tenants/a/predict", content=content, headers={"content-type": "application/json"})
+        assert (found.status_code, most) == (413, [])
+        small = {"inputs": x[:1].int().tolist()}
+        sent = [pool.submit(client.post, f"/v1/tenants/{i}/predict", json=small) for i in range(4)]
+        assert [one.result().status_code for one in sent] == [200] * 4
+    assert most == [1] * 4
+
+
+def test_a_full_disk_is_told_to_come_back(tmp_path, monkeypatch):
+    def full(path, data):
+        raise come.StateError("no space left")
+
+    monkeypatch.setattr(saving, "put", full)
+    service = Service(MODEL, shape=(3, 8, 8), lr=0.01, state=tmp_path, write_every=0)
+    with TestClient(create(service)) as client:
+        found = post(client, "a", X[0])
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        assert client.get("/v1/tenants/a/health").status_code == 404
 
 
 # ---- a server of its own ----

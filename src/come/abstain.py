@@ -5,6 +5,10 @@ coverage  at least this share of samples is answered, on average over calibratio
 
 Both hold for exchangeable samples: those to come are drawn as the calibration samples were. Under a shift neither does. Without
 labels coverage alone can be kept up on any stream, see `Abstention`.
+
+The probability of a risk is over all draws of calibration samples, those that are refused included. It is not the probability
+that a promise which was given holds. Where no threshold has the risk, at least a share 1 - delta of the draws is refused, and
+every promise that the others give is wrong.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ STEPS = 100
 """Thresholds that are tested, at most."""
 FOLLOW = 0.05
 """How far one sample moves a threshold that follows a stream, in standard deviations of the score."""
+EQUAL = 1e-6
+"""Scores whose standard deviation is at most this share of the largest are equal but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,10 @@ class Abstention:
 
     .. math:: t \leftarrow t + \gamma \sum_i ([s_i \ge t] - c)
 
-    As t cannot leave the range r of the scores seen by more than one batch's step, the share answered among N samples in
-    batches of B is within (r + gamma B) / (gamma N) of c, on every stream. How often the answers are right is not promised.
+    Let r be the range of the scores seen on the stream and the first threshold, together. As t cannot leave that range by more
+    than one batch's step, the share answered among N valid samples in batches of B is within (r + gamma B) / (gamma N) of c,
+    on every stream. A first threshold far from all scores seen takes long to reach them. How often the answers are right is not
+    promised.
     """
 
     promise: Promise
@@ -107,11 +115,20 @@ class Abstention:
     @classmethod
     def begin(cls, promise: Promise, device: torch.device) -> Abstention:
         """Before the first batch."""
-        return cls(promise, torch.tensor(promise.threshold, device=device) if promise.rate else None)
+        return cls(promise, torch.tensor(promise.threshold) if promise.rate else None).to(device)
 
     def to(self, device: torch.device) -> Abstention:
-        """On that device."""
-        return self if self.threshold is None else Abstention(self.promise, self.threshold.to(device))
+        """On that device, in float64 where it has that: in float32 a step can be smaller than what rounding takes away."""
+        if self.threshold is None:
+            return self
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        return Abstention(self.promise, self.threshold.to(device, exact))
+
+
+def usable(logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Which samples (B,) have an answer at all, of logits (B, K) and what the guard has found (B,)."""
+    known = answered(logits) & (logits.amax(dim=1) > UNKNOWN / 2)
+    return known if valid is None else known & valid
 
 
 def abstains(
@@ -127,22 +144,20 @@ def abstains(
         valid: (B,) bool, what the guard has found.
     """
     score = SCORES[promise.score](objective, logits)
-    known = answered(logits) & (logits.amax(dim=1) > UNKNOWN / 2)
-    known = known if valid is None else known & valid
-    return ~(known & (score >= (promise.threshold if threshold is None else threshold)))
+    least = promise.threshold if threshold is None else threshold.to(score.dtype)
+    return ~(usable(logits, valid) & (score >= least))
 
 
-def followed(promise: Promise, threshold: Tensor, abstain: Tensor, valid: Tensor | None = None) -> Tensor:
+def followed(promise: Promise, threshold: Tensor, abstain: Tensor, counted: Tensor) -> Tensor:
     """The threshold after a batch: raised where more than the promised share was answered, lowered where less.
 
     Args:
         promise: the coverage and the rate.
         threshold: (...,) in force for the batch.
         abstain: (..., B) bool.
-        valid: (..., B) bool; others do not count.
+        counted: (..., B) bool, those that have an answer. No threshold answers the others, so they do not move it.
     """
     assert promise.coverage is not None
-    counted = torch.ones_like(abstain) if valid is None else valid
     excess = (~abstain & counted).sum(dim=-1) - promise.coverage * counted.sum(dim=-1)
     return threshold + promise.rate * excess
 
@@ -199,8 +214,14 @@ class Wanted:
             risk=self.risk,
             delta=None if self.risk is None else self.delta,
             coverage=self.coverage,
-            rate=FOLLOW * score.double().std().item() if self.follow else 0.0,
+            rate=FOLLOW * _spread(score.double()) if self.follow else 0.0,
         )
+
+
+def _spread(score: Tensor) -> float:
+    """Standard deviation of scores (N,); where all are equal they have no scale, and it is a tenth of their size, or of 1."""
+    spread, size = score.std(correction=0).item(), score.abs().amax().item()
+    return spread if spread > EQUAL * size else 0.1 * max(size, 1.0)
 
 
 def coverage_threshold(score: Tensor, coverage: float) -> float:
@@ -236,7 +257,8 @@ def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed
 
     The result is the last one that passes before the first that fails. The first threshold of the sequence whose true risk
     is above `risk` passes with probability at most delta, and none behind it is reached otherwise; so nothing is paid for
-    testing many.
+    testing many. Where no threshold has the risk, that is the first of all: an error with probability at least 1 - delta, else
+    a threshold that does not have it.
 
     Args:
         score: (N,), larger is more confident.

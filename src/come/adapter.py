@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from come import export as exporting
 from come import methods, optim, saving
-from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored
+from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored, usable
 from come.borrowed import Borrowed
 from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown
@@ -240,7 +240,8 @@ class Adapter:
                 arguments. On several ranks the same on each.
             risk: with probability 1 - delta over these samples, at most this share of the answered samples is wrong.
             coverage: at least this share of samples is answered, on average. No labels are needed.
-            delta: the probability with which these samples may mislead about the risk.
+            delta: the probability with which these samples may mislead about the risk. Where no threshold has it, all but
+                this share of calibrations raise an error, and the promises of the others are wrong.
             score: what the threshold is on, a name in `come.metrics.SCORES`. The promise holds with each; a score that ranks
                 better answers more. The default is low for two reasons to abstain, a sample between classes and one that is
                 like none.
@@ -337,7 +338,7 @@ class Adapter:
             abstain = abstains(known.promise, self._objective, out.logits, known.threshold, out.valid)
             out = out._replace(abstain=abstain)
             if known.threshold is not None:
-                threshold = followed(known.promise, known.threshold, abstain, out.valid)
+                threshold = followed(known.promise, known.threshold, abstain, usable(out.logits, out.valid))
                 moment = changed(moment, abstention=Abstention(known.promise, threshold))
         return moment, out, events
 

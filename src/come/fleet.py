@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from come import saving
-from come.abstain import Abstention, Promise, abstains, followed
+from come.abstain import Abstention, Promise, abstains, followed, usable
 from come.adapter import Adapter, Moment, adapt
 from come.compiled import Steps
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
@@ -307,8 +307,8 @@ class Fleet:
         by_sample = None if thresholds is None else thresholds.repeat_interleave(size)
         abstain = abstains(promise, self._one._objective, out.logits, by_sample, out.valid)
         if thresholds is not None:
-            valid = None if out.valid is None else out.valid.view(-1, size)
-            later = apart(followed(promise, thresholds, abstain.view(-1, size), valid))
+            counted = usable(out.logits, out.valid)
+            later = apart(followed(promise, thresholds, abstain.view(-1, size), counted.view(-1, size)))
             moments = {
                 name: changed(moment, abstention=Abstention(promise, threshold))
                 for (name, moment), threshold in zip(moments.items(), later, strict=True)

@@ -123,7 +123,7 @@ def _abstention(adapter: Adapter, promise: Promise | None, threshold: Tensor | N
         raise StateError(
             f"'threshold' of the state must be one finite number, of a promise that follows, got {threshold}"
         )
-    return Abstention(mine, threshold.float().clone())
+    return Abstention(mine, threshold.clone()).to(adapter._device)
 
 
 def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> Promise | None:

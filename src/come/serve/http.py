@@ -26,7 +26,9 @@ from come.serve.metrics import BUCKETS, Metrics
 from come.serve.service import DTYPES, Answer, Service
 
 LEAST_BODY = 2**20
-"""Bytes that a body may always have; more if `max_samples` samples take more."""
+"""Bytes that raw samples may always have; more if `max_samples` samples take more."""
+LARGEST_JSON = 2**20
+"""Bytes of a JSON body: parsing holds up everything else in the process, and takes 50 times the memory."""
 PATIENCE = 30.0
 """Seconds for a body to arrive, and for an answer to be found."""
 ITEMS = {"float32": 4, "uint8": 1}
@@ -85,7 +87,7 @@ def create(backend: Service | Backend) -> FastAPI:
         ['abstain', 'adapted', 'labels', 'uncertainty', 'valid']
     """
     behind: Backend = Local(backend) if isinstance(backend, Service) else backend
-    largest = max(LEAST_BODY, behind.max_samples * math.prod(behind.shape) * ITEMS[behind.dtype])
+    parsing = asyncio.Lock()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -110,7 +112,7 @@ def create(backend: Service | Backend) -> FastAPI:
 
     @app.post("/v1/tenants/{name}/predict")
     async def predict(name: str, request: Request, logits: bool = False) -> Response:
-        x = await _samples(request, behind, largest)
+        x = await _samples(request, behind, parsing)
         answer: Answer = await _patiently(behind.ask("predict", name, x))
         found = {key: value for key, value in answer._asdict().items() if key != "logits"}
         found["uncertainty"] = [round(u, 6) for u in answer.uncertainty]
@@ -157,19 +159,22 @@ async def _patiently(waiting: Any) -> Any:
         raise RequestError(f"no answer within {PATIENCE:g} seconds; try again later", 503) from None
 
 
-async def _samples(request: Request, behind: Backend, largest: int) -> Tensor:
+async def _samples(request: Request, behind: Backend, parsing: asyncio.Lock) -> Tensor:
     """The samples in the body of a request, (n, ...), not checked further."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in ("application/octet-stream", "application/json"):
-        raise RequestError("the content type must be application/octet-stream or application/json", 415)
-    body = await _patiently(_body(request, largest))
     if kind == "application/json":
-        return await run_in_threadpool(_from_json, body, behind.dtype)
+        body = await _patiently(_body(request, LARGEST_JSON, " of JSON at most; send more as application/octet-stream"))
+        async with parsing:
+            return await run_in_threadpool(_from_json, body, behind)
+    if kind != "application/octet-stream":
+        raise RequestError("the content type must be application/octet-stream or application/json", 415)
+    largest = max(LEAST_BODY, behind.max_samples * math.prod(behind.shape) * ITEMS[behind.dtype])
+    body = await _patiently(_body(request, largest, " at most"))
     return _from_bytes(body, request.headers.get("x-shape"), request.headers.get("x-dtype"), behind.dtype)
 
 
-async def _body(request: Request, largest: int) -> bytearray:
-    body, too_large = bytearray(), RequestError(f"a body may have {largest} bytes at most", 413)
+async def _body(request: Request, largest: int, limit: str) -> bytearray:
+    body, too_large = bytearray(), RequestError(f"a body may have {largest} bytes{limit}", 413)
     try:
         if int(request.headers.get("content-length", 0)) > largest:
             raise too_large
@@ -202,21 +207,28 @@ def _from_bytes(body: bytearray, shape: str | None, dtype: str | None, expected:
     return torch.frombuffer(body, dtype=DTYPES[expected]).reshape(sides)
 
 
-def _from_json(body: bytearray, dtype: str) -> Tensor:
+def _from_json(body: bytearray, behind: Backend) -> Tensor:
+    sides, least = ", ".join(map(str, behind.shape)), sum(math.prod(behind.shape[:i]) for i in range(len(behind.shape)))
+    if body.count(b"[") + body.count(b"{") > 2 + behind.max_samples * least:  # a million empty lists take seconds
+        raise RequestError(f"the body has more lists than {behind.max_samples} samples of shape ({sides}) take", 413)
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
         raise RequestError("the body is not JSON") from None
-    inputs = found.get("inputs") if isinstance(found, dict) else None
-    if not isinstance(inputs, list):
+    rows = found.get("inputs") if isinstance(found, dict) else None
+    if not isinstance(rows, list):
         raise RequestError('the body must be {"inputs": [...]}, nested lists of numbers')
+    shape = (len(rows), *behind.shape)
+    for side in behind.shape:
+        if not all(isinstance(row, list) and len(row) == side for row in rows):
+            raise RequestError(f"inputs must be nested lists of numbers of shape (n, {sides})")
+        rows = [value for row in rows for value in row]
+    if behind.dtype == "uint8" and not all(type(value) is int and 0 <= value <= 255 for value in rows):
+        raise RequestError("inputs must be whole numbers from 0 to 255")
     try:
-        x = torch.tensor(inputs)
-        if dtype == "uint8" and (x.is_floating_point() or bool(((x < 0) | (x > 255)).any())):
-            raise RequestError("inputs must be whole numbers from 0 to 255")
-        return x.to(DTYPES[dtype])
-    except (ValueError, TypeError, RuntimeError, OverflowError, RecursionError):
-        raise RequestError("inputs must be nested lists of numbers, all of the same length") from None
+        return torch.tensor(rows, dtype=DTYPES[behind.dtype]).reshape(shape)
+    except (ValueError, TypeError, RuntimeError, OverflowError):
+        raise RequestError(f"inputs must be nested lists of numbers of shape (n, {sides})") from None
 
 
 class _Collector:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from come.errors import ConfigError, shown
+from come.errors import ConfigError, StateError, shown
 
 KINDS = ("inline", "after", "every", "shift", "never")
 FIRST = 64
@@ -74,6 +74,12 @@ class Signal:
     """Sum of the squared distances from the mean."""
     recent: float = 0.0
     shifted: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = (self.count, self.mean, self.squares, self.recent)
+        good = all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
+        if not (good and self.squares >= 0 and self.count in range(FIRST + 1) and isinstance(self.shifted, bool)):
+            raise StateError(f"{self} is no signal")  # of a file that was changed
 
     @classmethod
     def given(cls, reference: tuple[float, float] | None) -> Signal:

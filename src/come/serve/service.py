@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from come.abstain import Promise, labelled
-from come.errors import ComeError, ConfigError, InputError, require, require_int, require_number, shown
+from come.errors import ConfigError, InputError, require, require_int, require_number, shown
 from come.fleet import Fleet
 from come.inputs import answered
 from come.serve.errors import RequestError, check_name
 from come.serve.metrics import Counts, Metric, Metrics
 from come.serve.modes import Mode
 from come.serve.states import States, part_of
-from come.serve.tenants import Tenant, Tenants
+from come.serve.tenants import Tenant, Tenants, unfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -181,7 +181,9 @@ class Service:
         self._fleet = Fleet(model, method, **more)
         self._try()
         states = None if state is None else States(Path(state), part, parts)
-        self._tenants = Tenants(self._fleet, self.mode, states, tenants, resident, write_every)
+        self._tenants = Tenants(
+            self._fleet, self.mode, states, tenants, resident, write_every, lambda: self._catch_up(list(self._later))
+        )
         self._counts = Counts(labels)
         self._refused = self._failed = 0
         self._news = threading.Condition()
@@ -209,12 +211,12 @@ class Service:
                 f"the model does not take samples of shape {self.shape} in {self.dtype}: {said}"
             ) from error
 
-    def _source(self, x: Tensor) -> Tensor:
-        """Logits of the source model."""
+    def _source(self, x: Tensor, step: bool = False) -> Tensor:
+        """Logits of the source model, or of its first step."""
         free = next(name for name in map(str, itertools.count()) if name not in self._fleet)
         self._fleet.open(free)
         try:
-            return self._fleet.predict(self._input([x]), free)
+            return (self._fleet if step else self._fleet.predict)(self._input([x]), free)
         finally:
             self._fleet.close(free)
 
@@ -348,10 +350,8 @@ class Service:
     # ---- the thread of the fleet: what comes next ----
 
     def _work(self) -> None:
-        while True:
-            commands, batch = self._next()
-            if self._closing and not (commands or batch or self._later):
-                break
+        while (found := self._next()) is not None:
+            commands, batch = found
             for command in commands:
                 command.do()
             try:
@@ -367,10 +367,12 @@ class Service:
                         self._fail(one, error)
         self._tenants.close()
 
-    def _next(self) -> tuple[list[_Command], list[_Request]]:
-        """Wait for something to do; nothing, if a state is due to be written or the service ends."""
+    def _next(self) -> tuple[list[_Command], list[_Request]] | None:
+        """Wait for something to do; nothing, if a state is due to be written; None, once a closed service has done all."""
         with self._news:
-            while not (self._urgent or self._waiting or self._closing or self._later):
+            while not (self._urgent or self._waiting or self._later):
+                if self._closing:
+                    return None
                 if not self._news.wait(timeout=self._tenants.until_due()):
                     return [], []
             if self._urgent:
@@ -401,9 +403,10 @@ class Service:
                 self._queued_of[one.name] -= len(one.x)
                 if not self._queued_of[one.name]:
                     del self._queued_of[one.name]
-                if one.future.set_running_or_notify_cancel():
-                    batch.append(one)
-                    samples += len(one.x)
+                if not one.future.set_running_or_notify_cancel():
+                    continue
+                batch.append(one)
+                samples += len(one.x)
             seen.add(one.name)
         self._waiting.extendleft(reversed(later))
         return batch
@@ -411,29 +414,46 @@ class Service:
     # ---- answers ----
 
     def _answer(self, batch: list[_Request]) -> None:
-        names, opened = {one.name for one in batch}, list[tuple[_Request, Tenant]]()
-        evicting = len(names - self._tenants.here.keys()) + len(self._tenants.here) > self._resident
-        self._catch_up([name for name in self._later if evicting or name in names])
-        for one in batch:
-            try:
-                opened.append((one, self._tenants.bring(one.name, keep=names)))
-            except Exception as error:
-                self._fail(one, error)
-        adapting = [one for one, tenant in opened if self._adapts(tenant)]
-        done = self._run(adapting, True)
-        done += self._run([one for one, tenant in opened if one not in adapting], False)
-        for one, answer in done:
-            if self._writes_first and not self._written(one):
+        names = {one.name for one in batch}
+        self._catch_up([one.name for one in batch])
+        opened = [one for one in batch if self._tried(one, self._open, one.name, names)]
+        adapting = [one for one in opened if self._adapts(self._tenants.here[one.name])]
+        others = [one for one in opened if one not in adapting]
+        for one, answer in self._run(adapting, True) + self._run(others, False):
+            if not self._tried(one, self._learn, one, answer, one in adapting):
                 continue
             self._counts.answer(one.name, len(one.x), sum(answer.abstain), time.monotonic() - one.arrived)
             one.future.set_result(answer)
-        if self.mode.kind == "after":
-            self._later |= {one.name: one for one, _ in done if one.future.exception() is None}
-            if sum(len(one.x) for one in self._later.values()) >= self._max_batch:
-                self._catch_up(list(self._later))
-        for one, tenant in opened:
-            if not tenant.requests:  # its first request failed: it leaves nothing
-                self._tenants.forget(one.name)
+            if self.mode.kind == "after":
+                self._later[one.name] = one
+        if sum(len(one.x) for one in self._later.values()) >= self._max_batch:
+            self._catch_up(list(self._later))
+        for name in names & self._tenants.here.keys():
+            if not self._tenants.here[name].requests:  # its first request failed: it leaves nothing
+                self._tenants.forget(name)
+
+    def _tried(self, one: _Request, do: Callable[..., None], *arguments: Any) -> bool:
+        """Whether it was done; if not, this request fails, and no other."""
+        try:
+            do(*arguments)
+        except Exception as error:
+            self._fail(one, error)
+            return False
+        return True
+
+    def _open(self, name: str, keep: set[str]) -> None:
+        tenant = self._tenants.bring(name, keep)
+        if self._writes_first:
+            self._tenants.write(tenant)  # what `commit` goes back to
+
+    def _learn(self, one: _Request, answer: Answer, step: bool) -> None:
+        """Take note of an answer; on disk, if that comes first."""
+        tenant = self._tenants.here[one.name]
+        valid = [u for u, good in zip(answer.uncertainty, answer.valid, strict=True) if good]
+        self._tenants.learn(tenant, valid, step)
+        if self._writes_first:
+            self._tenants.commit(tenant)
+        self._counts.of(one.name)["steps"] += step
 
     def _adapts(self, tenant: Tenant) -> bool:
         """Whether the answer is to be that of an adapting step."""
@@ -444,26 +464,30 @@ class Service:
     def _catch_up(self, names: list[str]) -> None:
         """Adapt tenants to what they were answered."""
         for one, _ in self._run([self._later.pop(name) for name in names if name in self._later], True):
-            if self._writes_first:
-                self._written(one)
+            self._tenants.learn(self._tenants.here[one.name], None, True)
+            self._counts.of(one.name)["steps"] += 1
 
     def _run(self, requests: list[_Request], step: bool) -> list[tuple[_Request, Answer]]:
         """Run some requests together; if that fails, one by one, so that each has its own error only."""
         if not requests:
             return []
         try:
-            done = list(zip(requests, self._together(requests, step), strict=True))
+            return list(zip(requests, self._together(requests, step), strict=True))
         except Exception as error:
             if len(requests) > 1:
                 return [found for one in requests for found in self._run([one], step)]
-            self._fail(requests[0], error)
+            self._fail(requests[0], self._blamed(requests[0], step, error))
             return []
-        for one, answer in done:
-            tenant, again = self._tenants.here[one.name], step and self.mode.kind == "after"
-            valid = [u for u, good in zip(answer.uncertainty, answer.valid, strict=True) if good]
-            self._tenants.learn(tenant, None if again else valid, step)
-            self._counts.of(one.name)["steps"] += step
-        return done
+
+    def _blamed(self, one: _Request, step: bool, error: Exception) -> Exception:
+        """The error of a request; where the source model can do what a restored tenant cannot, its state is to blame."""
+        if isinstance(error, InputError) or not self._tenants.here[one.name].restored:
+            return error
+        try:
+            self._source(one.x, step)
+        except Exception:
+            return error
+        return unfit(one.name, error)
 
     def _together(self, requests: list[_Request], step: bool) -> list[Answer]:
         names = [one.name for one in requests for _ in range(len(one.x))]
@@ -489,15 +513,6 @@ class Service:
         x = torch.cat(tuple(parts)).to(self._device)
         return x if self._preprocess is None else self._preprocess(x)
 
-    def _written(self, one: _Request) -> bool:
-        """Whether the state is on disk now; if not, the request fails, and the step is written later."""
-        try:
-            self._tenants.write(self._tenants.here[one.name])
-        except ComeError as error:
-            self._fail(one, error)
-            return False
-        return True
-
     def _fail(self, one: _Request, error: Exception) -> None:
         self._failed += 1
         if one.future.done():  # the step after an answer
@@ -513,12 +528,12 @@ class Service:
     # ---- commands ----
 
     def _reset(self, name: str) -> None:
-        self._later.pop(name, None)
+        self._catch_up([name])  # if it is not reset after all, it has adapted as it was answered
         self._tenants.reset(name)
 
     def _delete(self, name: str) -> None:
-        self._later.pop(name, None)
         self._tenants.delete(name)
+        self._later.pop(name, None)
         self._counts.by_tenant.pop(name, None)
 
     def _uncertainty(self, x: Tensor) -> tuple[float, float]:

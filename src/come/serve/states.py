@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -128,7 +129,7 @@ class States:
         """Write a packed state, atomically."""
         saving.put(self.path(name), data)
 
-    def note(self, name: str) -> dict[str, object]:
+    def note(self, name: str) -> dict[str, Any]:
         """What was written beside a tenant's state; a file of another tenant is refused."""
         try:
             found = json.loads(saving.note_of(self.path(name)))

@@ -13,17 +13,22 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
-from come.errors import ConfigError, StateError
+import torch
+
+from come.errors import ConfigError, StateError, require_int
 from come.fleet import Fleet
 from come.serve.errors import RequestError
 from come.serve.modes import Mode, Signal
 from come.serve.states import States, key_of
 
 log = logging.getLogger("come.serve")
+
+RETRY = 1.0
+"""Seconds, at least, until a write that failed is tried again."""
 
 
 @dataclass
@@ -34,16 +39,32 @@ class Tenant:
     signal: Signal
     requests: int = 0
     """Answered, by earlier servers too."""
+    restored: bool = False
+    """It began with a file."""
     dirty: bool = False
     """Something is not on disk."""
     unwritten: int = 0
     """Steps that are not on disk."""
-    since: float = math.inf
-    """When the oldest of them was made."""
+    due: float = math.inf
+    """When it is to be on disk, by `time.monotonic`."""
+
+    @classmethod
+    def noted(cls, name: str, note: dict[str, Any]) -> Tenant:
+        """As `note` has written it down."""
+        require_int("requests", note["requests"], 0)
+        return cls(name, Signal(**note["signal"]), note["requests"], restored=True)
 
     def note(self) -> str:
         """What is written beside the state of the stream."""
         return json.dumps({"tenant": self.name, "requests": self.requests, "signal": asdict(self.signal)})
+
+
+def unfit(name: str, error: Exception) -> RequestError:
+    """Build the answer to a tenant whose saved state cannot be used."""
+    log.error("the state of tenant %s cannot be used: %s", name, error)
+    return RequestError(
+        "the saved state of this tenant does not fit this server; its log says why, and DELETE begins anew", 409
+    )
 
 
 class Tenants:
@@ -56,13 +77,21 @@ class Tenants:
         most: so many tenants, on disk included.
         resident: so many of them in memory.
         write_every: seconds until a change is on disk.
+        settle: makes all steps that tenants in memory still owe; called before one is evicted.
     """
 
     def __init__(
-        self, fleet: Fleet, mode: Mode, states: States | None, most: int, resident: int, write_every: float
+        self,
+        fleet: Fleet,
+        mode: Mode,
+        states: States | None,
+        most: int,
+        resident: int,
+        write_every: float,
+        settle: Callable[[], None],
     ) -> None:
         self._fleet, self._mode, self._states = fleet, mode, states
-        self._most, self._resident, self._write_every = most, resident, write_every
+        self._most, self._resident, self._write_every, self._settle = most, resident, write_every, settle
         self._keys = set[str]() if states is None else states.keys()
         """Of all tenants, on disk included."""
         self.here: OrderedDict[str, Tenant] = OrderedDict()
@@ -104,34 +133,30 @@ class Tenants:
         try:
             self._fleet.open(name)
         except ConfigError as error:
-            log.error("no room for another tenant: %s", error)
-            raise RequestError("the server has no memory for another tenant; try again later", 503) from error
+            raise self._no_room(error) from error
         return Tenant(name, Signal.given(self._mode.reference))
+
+    def _no_room(self, error: Exception) -> RequestError:
+        log.error("no room for another tenant: %s", error)
+        return RequestError("the server has no memory for another tenant; try again later", 503)
 
     def _restored(self, name: str) -> Tenant | None:
         """As it was written; None if there is no file."""
         if self._states is None or not self._states.path(name).exists():
             return None
         try:
-            note = cast(dict[str, Any], self._states.note(name))
-            tenant = Tenant(name, Signal(**note["signal"]), int(note["requests"]))
+            tenant = Tenant.noted(name, self._states.note(name))
             self._fleet.load(self._states.path(name), name)
-        except (StateError, KeyError, TypeError, ValueError) as error:
-            log.error("the state of tenant %s cannot be used: %s", name, error)
-            raise RequestError(
-                "the saved state of this tenant does not fit this server; its log says why, and DELETE begins anew", 409
-            ) from error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise self._no_room(error) from error
+        except Exception as error:  # whatever is wrong with the file, it is this tenant's alone
+            raise unfit(name, error) from error
         self.counts["restored"] += 1
         return tenant
 
     def _evict(self, tenant: Tenant) -> None:
-        try:
-            self.write(tenant)
-        except StateError as error:
-            log.error("tenant %s stays in memory: %s", tenant.name, error)
-            raise RequestError(
-                "the server cannot write states, so it takes no other tenant now; try again later", 503
-            ) from error
+        self._settle()
+        self.write(tenant)
         self.counts["evicted"] += 1
         self.forget(tenant.name)
 
@@ -151,15 +176,12 @@ class Tenants:
         """Back to the source model, on disk too."""
         self.check_known(name)
         tenant = self.bring(name)
+        self._changed(tenant)
+        self.write(tenant)  # what `commit` goes back to
         self._fleet.reset(name)
         tenant.signal = Signal.given(self._mode.reference)
         self._changed(tenant)
-        try:
-            self.write(tenant)
-        except StateError as error:
-            raise RequestError(
-                "the tenant was reset, but that could not be written yet; try again later", 503
-            ) from error
+        self.commit(tenant)
 
     def delete(self, name: str) -> None:
         """Forget a tenant, on disk too."""
@@ -181,7 +203,7 @@ class Tenants:
         with self._news:
             tenant.dirty = True
             tenant.unwritten += steps
-            tenant.since = min(tenant.since, time.monotonic())
+            tenant.due = min(tenant.due, time.monotonic() + self._write_every)
 
     def learn(self, tenant: Tenant, uncertainties: Iterable[float] | None, stepped: bool) -> None:
         """Take note of a request (unless its uncertainties are None) and of a step."""
@@ -197,21 +219,34 @@ class Tenants:
     def write(self, tenant: Tenant) -> None:
         """Write a state now, if anything is not on disk."""
         self._wait_for(tenant.name)
-        if self._states is not None and tenant.dirty:
+        if self._states is None or not tenant.dirty:
+            return
+        try:
             self._put(tenant, *self._packed(tenant))
+        except StateError as error:
+            log.error("the state of tenant %s could not be written: %s", tenant.name, error)
+            raise RequestError("the server cannot write states now; try again later", 503) from error
+
+    def commit(self, tenant: Tenant) -> None:
+        """Write a state now; if that fails, the tenant is again what its file says, or new if it has none."""
+        try:
+            self.write(tenant)
+        except Exception:
+            self.forget(tenant.name)
+            raise
 
     def until_due(self) -> float | None:
         """Seconds until a state is to be written; None: not before something changes."""
-        first = min((one.since for one in self.here.values()), default=math.inf)
+        first = min((one.due for one in self.here.values()), default=math.inf)
         if self._states is None or first == math.inf:
             return None
-        return max(0.001, first + self._write_every - time.monotonic())
+        return max(0.001, first - time.monotonic())
 
     def write_due(self) -> None:
         """Hand over what is due to the writer; a tenant that it still writes waits, so each has one packed state at most."""
-        due = time.monotonic() - self._write_every
+        now = time.monotonic()
         for tenant in self.here.values() if self._states is not None else ():
-            if tenant.since <= due and tenant.name not in self._writing:
+            if tenant.due <= now and tenant.name not in self._writing:
                 data, steps = self._packed(tenant)
                 with self._news:
                     self._writing.add(tenant.name)
@@ -233,16 +268,17 @@ class Tenants:
         """The file of a tenant, and how many steps it saves."""
         data = self._fleet.packed(tenant.name, tenant.note())
         with self._news:
-            tenant.dirty, tenant.since = False, math.inf
+            tenant.dirty, tenant.due = False, math.inf
             return data, tenant.unwritten
 
     def _put(self, tenant: Tenant, data: bytes, steps: int) -> None:
         assert self._states is not None
         try:
             self._states.write(tenant.name, data)
-        except StateError:
-            self._changed(tenant)  # so it is tried again
-            self.counts["write_errors"] += 1
+        except Exception:
+            with self._news:
+                tenant.dirty, tenant.due = True, time.monotonic() + max(self._write_every, RETRY)
+                self.counts["write_errors"] += 1
             raise
         with self._news:
             tenant.unwritten -= steps

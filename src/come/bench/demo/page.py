@@ -18,12 +18,15 @@ from PIL import Image
 from torch import Tensor
 
 from come import corruptions
+from come.bench.demo.closed import Closed
 from come.bench.demo.stream import CLEAN, METHODS, RATES, RECENT, RISK, Choice, Scene, watch
 from come.bench.models import GLYPHS
 from come.errors import ComeError
 
 VISITORS = 8
 """Streams that run at once; others wait in a queue."""
+WAITING = 100
+"""So many of them."""
 
 WORDS = """# Test-time adaptation, side by side
 
@@ -126,13 +129,14 @@ def build() -> gr.Blocks:
         going.then(_idle, None, [start, stop], **quiet)
         stop.click(_idle, None, [start, stop], cancels=[going], **quiet)
         page.load(_linked, None, [*controls, start], **quiet)
-    page.queue()
+    page.queue(max_size=WAITING)
     return page
 
 
 def create() -> FastAPI:
     """The application that a server runs; it asks nothing of other hosts."""
-    app = FastAPI()
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Closed)
     gr.mount_gradio_app(
         app,
         build(),
