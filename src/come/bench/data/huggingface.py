@@ -58,6 +58,7 @@ class HuggingFaceSource(Pictures):
         super().__init__(name, preprocess, on_bad_image)
         place, given = place_and_options("hf", rest, OPTIONS)
         with _reading(name, place) as zoo:
+            self.roots = _folders(zoo, Path(os.path.expanduser(place)))
             self._split, data = _opened(zoo, name, place, given)
             self._columns = dict(data.features or {})
             self._image = self._column(
@@ -133,6 +134,15 @@ class HuggingFaceSource(Pictures):
 def _kind(feature: Any) -> str:
     name = type(feature).__name__
     return str(feature.dtype) if name == "Value" else name
+
+
+def _folders(zoo: Any, local: Path) -> tuple[Path, ...]:
+    """Where pictures may be that a table names: in the folder that was given, or where `datasets` puts what it loads."""
+    from huggingface_hub import constants
+
+    caches = zoo.config.HF_DATASETS_CACHE, zoo.config.DOWNLOADED_DATASETS_PATH, constants.HF_HUB_CACHE
+    own = [local if local.is_dir() else local.parent] if local.exists() else []
+    return (*own, *map(Path, caches))
 
 
 def _opened(zoo: Any, name: str, place: str, given: dict[str, Any]) -> tuple[str, Any]:
