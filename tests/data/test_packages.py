@@ -237,7 +237,7 @@ def test_a_name_that_the_hub_cannot_have(monkeypatch):
 def test_a_missing_package_is_named(monkeypatch, spec):
     for name in ("datasets", "webdataset.tariterators"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(come.ConfigError, match=r'is missing; install it with: pip install "come-tta\[data\]"'):
+    with pytest.raises(come.ConfigError, match=r'is missing; install it with: pip install -e "\.\[data\]"'):
         open_source(spec, SMALL)
 
 

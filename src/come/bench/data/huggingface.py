@@ -15,7 +15,7 @@ from come.bench.checkpoints import first_line
 from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import no_answer
-from come.errors import ComeError, ConfigError, InputError, unknown
+from come.errors import ComeError, ConfigError, InputError, pip_install, unknown
 
 OPTIONS = ("split", "image", "label", "classes", "config", "revision", "streaming")
 """What may follow a name, as KEY=VALUE."""
@@ -181,9 +181,7 @@ def _reading(name: str, place: str) -> Iterator[Any]:
     try:
         zoo: Any = import_module("datasets")
     except ImportError as error:
-        raise ConfigError(
-            f'{name} needs datasets, which is missing; install it with: pip install "come-tta[data]"'
-        ) from error
+        raise ConfigError(f"{name} needs datasets, which is missing; install it with: {pip_install('data')}") from error
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 

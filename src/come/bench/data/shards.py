@@ -17,7 +17,7 @@ from come.bench.data.listing import IMAGE_ENDINGS
 from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import reason, require_regular
-from come.errors import ConfigError, InputError, shown
+from come.errors import ConfigError, InputError, pip_install, shown
 
 OPTIONS = ("image", "label", "classes")
 """What may follow the shards, as KEY=VALUE."""
@@ -94,7 +94,7 @@ def _package(name: str) -> Any:
         return import_module("webdataset.tariterators")
     except ImportError as error:
         raise ConfigError(
-            f'{name} needs webdataset, which is missing; install it with: pip install "come-tta[data]"'
+            f"{name} needs webdataset, which is missing; install it with: {pip_install('data')}"
         ) from error
 
 
