@@ -60,7 +60,9 @@ def test_importing_come_imports_no_more_than_it_needs():
 
 def test_what_is_not_on_pypi_is_not_installed_from_there():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
-    assert not [str(page) for page in pages if re.search(r"pip install [^\n]*come-tta", page.read_text(encoding="utf-8"))]
+    assert not [
+        str(page) for page in pages if re.search(r"pip install [^\n]*come-tta", page.read_text(encoding="utf-8"))
+    ]
 
 
 def test_a_missing_extra_is_named():
