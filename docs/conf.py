@@ -41,6 +41,8 @@ nitpick_ignore_regex = [("py:(class|exc|obj)", ".*")]
 html_theme = "furo"
 html_math_renderer = "mathml"
 html_title = f"come {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 copybutton_prompt_text = ">>> |\\.\\.\\. "
 copybutton_prompt_is_regexp = True
 
@@ -52,6 +54,20 @@ REPLACED = {
     "security": "SECURITY.md",
 }
 """Pages that only link to a file elsewhere in the repository; on the site they are that file."""
+
+
+def write_methods(app):
+    """A page of the reference for each method, made from its module; the repository does not hold them."""
+    pages = DOCS / "reference" / "methods"
+    pages.mkdir(parents=True, exist_ok=True)
+    for name in come.methods.names():
+        method = come.methods.get(name)
+        shown = f"automodule:: {method.__module__}", f"autoclass:: come.methods.{method.__name__}"
+        directives = "\n\n".join(f".. {one}\n   :no-members:" for one in shown)
+        text = f"# {name}\n\n```{{eval-rst}}\n{directives}\n```\n"
+        page = pages / f"{name}.md"
+        if not page.exists() or page.read_text(encoding="utf-8") != text:  # or it would be built again
+            page.write_text(text, encoding="utf-8")
 
 
 def read(app, page, content):
@@ -106,6 +122,7 @@ def formula(block):
 def setup(app):
     """Sphinx calls this."""
     app.add_html_math_renderer("mathml", formula(block=False), formula(block=True))
+    app.connect("builder-inited", write_methods)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", docstring)
     app.connect("autodoc-process-signature", signature)

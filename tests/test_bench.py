@@ -18,11 +18,12 @@ from PIL import Image
 
 import come
 from come.bench import Bench, Plan, RunFolder, cli, measure, models, run, runner
-from come.bench.data import Batch, DatasetSource, Stream
+from come.bench.data import Batch, DatasetSource, Preprocess, Stream
 from come.bench.machine import Jobs
 from come.bench.measure import Table
 from come.bench.plan import QUICK, parse_hyper, parse_shard, typed
 from come.bench.record import Failure
+from come.bench.report.writing import write_report
 from come.bench.runner import Progress
 from come.testing import TinyClassifier
 
@@ -190,6 +191,32 @@ def test_seeds_change_the_stream_and_nothing_else(tmp_path):
     assert not torch.equal(rows[0], rows[1])
 
 
+def test_a_limited_run_uses_samples_of_all_classes(tmp_path):
+    """The same ones for every method, in a run that goes on too, and the report says so."""
+    images, labels = torch.randint(256, (40, 3, 8, 8), dtype=torch.uint8), [i // 10 for i in range(40)]
+    source = DatasetSource(list(zip(images, labels, strict=True)), num_classes=4, name="mine")
+    layers = torch.nn.Flatten(), torch.nn.LayerNorm(192), torch.nn.Linear(192, 4)
+    model = models.Model("mine", torch.nn.Sequential(*layers), Preprocess(8, 8), 4)
+    plan = SMALL.but(model="mine", data="mine", limit=12, seeds=(0, 1), corruptions=("fog",))
+    first = run(plan.but(methods=("source",)), tmp_path, source=source, model=model)
+    records = run(plan, tmp_path, source=source, model=model)
+    assert [r.machine for r in records[:2]] == [r.machine for r in first]
+    used = {r.cell.seed: set() for r in records}
+    for record in records:
+        rows = RunFolder(tmp_path).rows(record.key)
+        used[record.cell.seed].add(tuple(rows["index"].tolist()))
+        assert rows["label"].bincount().tolist() == [3, 3, 3, 3]
+    assert [len(orders) for orders in used.values()] == [1, 1]
+    assert used[0] != used[1]
+    write_report(records, tmp_path / "summary.md")
+    assert "12 of 40 images (spread over the classes by the seed" in (tmp_path / "summary.md").read_text()
+    assert records[0].key != Bench(plan.but(limit=None), source=source, model=model).cells[0].key
+    streams = [Stream.load(path) for path in sorted((tmp_path / "streams").glob("*.json"))]
+    again = Bench(plan, source=source, model=model, streams=streams).run(RunFolder(tmp_path / "b"))
+    assert [r.result.metrics for r in again] == [r.result.metrics for r in records]
+    assert again[0].cell.total is None
+
+
 def test_a_stream_can_be_replayed(tmp_path):
     first = run(SMALL, tmp_path / "a")
     streams = [Stream.load(path) for path in sorted((tmp_path / "a" / "streams").glob("*.json"))]
@@ -276,7 +303,7 @@ def test_class_counts_that_do_not_fit_are_both_named():
             {"normalization": "imagnet"},
             "normalization must be 'model', 'imagenet', 'half', 'caffe' or 'lite', got 'imagnet'",
         ),
-        ({"hyper": {"tent": {"lr": "fast"}}}, "lr must be a positive number, or None for the paper's, got 'fast'"),
+        ({"hyper": {"tent": {"lr": "fast"}}}, "lr must be a positive number, or None for the default, got 'fast'"),
         ({"hyper": {"tent": {"steps": 0}}}, "steps must be an integer >= 1, got 0"),
         ({"smeed": 1}, "no option 'smeed'; did you mean 'seeds'"),
         ({"setting": "standart"}, "did you mean 'standard'"),

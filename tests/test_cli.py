@@ -230,7 +230,7 @@ def photos(tmp_path):
         (["--methods", "foa", "--model", "glyphs-resnet"], "foa"),
         (["--set", "tent.lrr=1"], "did you mean 'lr'"),
         (["--set", "lr=1"], "set must be METHOD.NAME=VALUE, e.g. tent.lr=5e-4, got 'lr=1'"),
-        (["--set", "tent.lr=-1"], "lr must be a positive number, or None for the paper's, got -1"),
+        (["--set", "tent.lr=-1"], "lr must be a positive number, or None for the default, got -1"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used here"),
         (["--device", "tpu"], "device 'tpu' cannot be used here"),
         (
@@ -279,7 +279,7 @@ def test_without_the_extra_the_install_command_is_named():
     code = "import sys; sys.modules['typer'] = None; sys.argv = ['come']; import come.__main__ as m; m.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert 'pip install "come-tta[bench]"' in done.stderr
+    assert 'pip install -e ".[bench]"' in done.stderr
 
 
 def record(method, objective, accuracies, fpr, seed=0):

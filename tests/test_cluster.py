@@ -282,7 +282,7 @@ def command(monkeypatch, capsys, *options):
 def test_no_ray(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     said = command(monkeypatch, capsys, "--engine", "ray")
-    assert said == 'error: Ray is missing; install it with: pip install "come-tta[bench,ray]"\n'
+    assert said == 'error: Ray is missing; install it with: pip install -e ".[bench,ray]" (in your clone of come)\n'
 
 
 def test_an_address_where_nobody_answers(monkeypatch, capsys):

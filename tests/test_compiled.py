@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import come
-from come import compiled
 from come.batchnorm import mixed
-from come.compiled import Captured, Steps
+from come.compiled import Steps
 from come.inputs import Inputs
 from come.running import MixedNorm, Mode, Patches, StandIn, StandIns
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
@@ -28,36 +27,9 @@ def said(seen):
     return [str(warning.message) for warning in seen if "compile=True" in str(warning.message)]
 
 
-class Eager:
-    """Stands in for a captured step where there is no GPU: the same copies in and out, and the function for the graph."""
-
-    def __init__(self, step, how, before, x, running, pool):
-        self._given = like((before, x), [t.clone() for t in leaves((before, x))])
-        self._run = lambda: running(lambda: step(how, *self._given, None))
-        self._step = step
-        self._run()
-        self._step.written.clear()
-
-    def replay(self, before, x, written):
-        with torch.no_grad():
-            for mine, theirs in zip(leaves(self._given), leaves((before, x)), strict=True):
-                mine.copy_(theirs)
-        after = self._run()
-        return like(after, [t.clone() for t in leaves(after)])
-
-
 @pytest.fixture
-def captured(monkeypatch):
-    """Steps are captured: on a GPU in earnest, elsewhere by the stand-in above and without torch.compile, which takes long."""
-    if CUDA:
-        return
-    monkeypatch.setattr(compiled, "Captured", Eager)
-    monkeypatch.setattr(
-        Steps, "_captures", lambda self, before, x: before.state is not None and not self._step.method.waits
-    )
-    monkeypatch.setattr(
-        Steps, "_captured", lambda self, how, before, x, run: Eager(self._step, how, before, x, run, None)
-    )
+def uncompiled(monkeypatch):
+    """Without torch.compile, which takes long: what is asked is which batches would be compiled."""
     monkeypatch.setattr(Steps, "_compiled", lambda self, step, running: running(step))
 
 
@@ -76,10 +48,11 @@ def make(build):
     return make
 
 
+@needs_cuda
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("norm", ["layer", "batch"])
 @pytest.mark.parametrize("method", CAPTURED)
-def test_a_captured_stream_gives_the_same_answers(method, norm, guard, make, captured):
+def test_a_captured_stream_gives_the_same_answers(method, norm, guard, make):
     plain, fast = make(method, norm, guard=guard), make(method, norm, guard=guard, compile=True)
     for x in batches(6):
         x = x.to(DEVICE)
@@ -91,15 +64,17 @@ def test_a_captured_stream_gives_the_same_answers(method, norm, guard, make, cap
     assert plain.count == fast.count == 6
 
 
+@needs_cuda
 @pytest.mark.parametrize("method", ["tent", "sar", "eata", "tea"])
-def test_two_captured_runs_give_the_same_numbers(method, make, captured):
+def test_two_captured_runs_give_the_same_numbers(method, make):
     one, two = make(method, "layer", compile=True), make(method, "layer", compile=True)
     for x in batches(5):
         assert torch.equal(one(x.to(DEVICE)), two(x.to(DEVICE)))
 
 
+@needs_cuda
 @pytest.mark.parametrize("method", ["tent", "sar", "eata", "tea", "t3a"])
-def test_reset_save_and_load_in_the_middle_of_a_captured_stream(method, make, captured, tmp_path):
+def test_reset_save_and_load_in_the_middle_of_a_captured_stream(method, make, tmp_path):
     data = [x.to(DEVICE) for x in batches(8)]
     fast = make(method, "layer", compile=True)
     first = [fast(x) for x in data[:4]]
@@ -116,8 +91,9 @@ def test_reset_save_and_load_in_the_middle_of_a_captured_stream(method, make, ca
     torch.testing.assert_close(other(data[4]), later[0], rtol=1e-3, atol=1e-3)
 
 
+@needs_cuda
 @pytest.mark.parametrize("norm", ["layer", "batch"])
-def test_a_collapse_is_undone_in_the_middle_of_a_captured_stream(norm, make, captured):
+def test_a_collapse_is_undone_in_the_middle_of_a_captured_stream(norm, make):
     data = [x.to(DEVICE) for x in batches(40, size=64)]
     fast = make("tent", norm, objective="em", compile=True, lr=30.0)
     with warnings.catch_warnings():
@@ -128,7 +104,8 @@ def test_a_collapse_is_undone_in_the_middle_of_a_captured_stream(norm, make, cap
     assert all(value.isfinite().all() for value in fast.adapted_parameters.values())
 
 
-def test_a_broken_batch_changes_nothing_in_a_captured_stream(make, captured):
+@needs_cuda
+def test_a_broken_batch_changes_nothing_in_a_captured_stream(make):
     fast = make("tent", "layer", compile=True)
     data = [x.to(DEVICE) for x in batches(4)]
     for x in data[:3]:
@@ -143,7 +120,7 @@ def test_a_broken_batch_changes_nothing_in_a_captured_stream(make, captured):
     assert fast.step(broken).valid.tolist() == [False, *[True] * (len(broken) - 1)]
 
 
-def test_a_last_batch_that_is_smaller_is_not_compiled(make, captured, monkeypatch):
+def test_a_last_batch_that_is_smaller_is_not_compiled(make, uncompiled):
     fast = make("tent", "layer", compile=True)
     for x in [*batches(3), batches(1, size=3)[0], *batches(16), batches(1, size=3)[0]]:
         assert len(fast(x.to(DEVICE))) == len(x)
@@ -153,7 +130,7 @@ def test_a_last_batch_that_is_smaller_is_not_compiled(make, captured, monkeypatc
     assert len(fast._steps._shapes) == 2
 
 
-def test_more_shapes_than_are_compiled_say_so_once(make, captured):
+def test_more_shapes_than_are_compiled_say_so_once(make, uncompiled):
     fast = make("tent", "layer", compile=True)
     with pytest.warns(UserWarning, match="8 shapes of batch are compiled; others run as they are") as seen:
         run(fast, [x for size in range(2, 13) for x in batches(2, size=size)])
@@ -430,4 +407,3 @@ def test_trees():
     assert other[1][1] == 3
     assert signature(tree) == signature(other) != signature(leaves(tree))
     assert Mode().plain
-    assert Captured is not None

@@ -110,7 +110,7 @@ def test_the_command_refuses_where_it_cannot_listen(monkeypatch, capsys, taken):
 
 @pytest.mark.parametrize("command", ["demo", "serve"])
 def test_the_help_names_the_extra(monkeypatch, capsys, command):
-    assert f'pip install "come-tta[{command}]"' in call(monkeypatch, capsys, command, "--help")[1]
+    assert f'pip install -e ".[{command}]"' in call(monkeypatch, capsys, command, "--help")[1]
 
 
 def test_a_missing_extra_is_named(monkeypatch, capsys):
@@ -121,7 +121,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     code, _, said = call(monkeypatch, capsys, "demo", "--port", port)
     assert (code, said) == (
         2,
-        'error: come demo needs gradio, which is missing; install it with: pip install "come-tta[demo]"\n',
+        'error: come demo needs gradio, which is missing; install it with: pip install -e ".[demo]" (in your clone of come)\n',
     )
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from come.bench import models
 from come.bench.cli import app, doctor
+from come.errors import pip_install
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,7 @@ def test_a_missing_extra_is_named_with_what_it_enables(monkeypatch):
     monkeypatch.setattr(doctor, "version", version)
     checks = found(doctor._extras)
     assert checks["extra ray"].says == "needs ray for come bench --engine ray: cells on a cluster"
-    assert checks["extra ray"].repair == 'pip install "come-tta[ray]"'
+    assert checks["extra ray"].repair == pip_install("ray")
     assert checks["extra serve-ray"].facts == {"missing": ["uvicorn", "ray"]}
     assert "timm>=1.0.20 (not 0.1)" in checks["extra bench"].says
     assert {check.status for check in checks.values()} == {"note"}
@@ -165,4 +166,4 @@ def test_an_embedded_model_that_gives_other_numbers(monkeypatch):
     monkeypatch.setattr(doctor.models, "load", wrong)
     checks = found(doctor._models)
     assert {check.status for check in checks.values()} == {"failed"}
-    assert "--force-reinstall" in checks["glyphs-vit"].repair
+    assert "git checkout src" in checks["glyphs-vit"].repair

@@ -256,7 +256,7 @@ def test_what_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0"))
     monkeypatch.setitem(sys.modules, "onnx", sys)  # as if it were there
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(come.MissingError, match=r'ONNX needs onnxscript, .*: pip install "come-tta\[export\]"$'):
+    with pytest.raises(come.MissingError, match=r'ONNX needs onnxscript, .*: pip install -e "\.\[export\]"'):
         classifier.export(tmp_path / "model.onnx", stream(2))
     assert not list(tmp_path.iterdir())
 

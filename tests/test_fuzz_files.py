@@ -72,7 +72,8 @@ def test_links_out_of_the_folder_are_not_followed(photos):
     assert (len(source), source.num_classes) == (3, 2)
     for index in (1, 2):
         with pytest.raises(
-            come.InputError, match=r"a symbolic link leads out of the data folder, to .*private.png; if you"
+            come.InputError,
+            match=r"a link or a name in the data leads out of the data folder, to .*private.png; if you",
         ):
             source.load([index])
     loaded = open_source(f"folder:{photos}", SMALL, "skip").load(range(3))
@@ -125,7 +126,7 @@ def test_a_file_too_large_for_an_image_is_refused_unread(photos):
     path = photos / "cat" / "b.webp"
     path.write_bytes(fuzz.pictures()["webp"])
     os.truncate(path, 2**40)  # a terabyte, on no more disk than before
-    with pytest.raises(come.InputError, match="the file has 1099511627776 bytes, more than"):
+    with pytest.raises(come.InputError, match="it is longer than 715827880 bytes"):
         open_source(f"folder:{photos}", SMALL).load([1])
 
 

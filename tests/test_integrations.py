@@ -295,7 +295,7 @@ def test_logs_that_cannot_be_opened(monkeypatch):
         pass
     monkeypatch.setitem(sys.modules, "wandb", None)
     with (
-        pytest.raises(come.MissingError, match=r'wandb needs wandb, .*: pip install "come-tta\[log\]"$'),
+        pytest.raises(come.MissingError, match=r'wandb needs wandb, .*: pip install -e "\.\[log\]"'),
         log.opened("wandb:x"),
     ):
         pass
@@ -309,7 +309,7 @@ def test_a_missing_package_is_named(monkeypatch, package):
     monkeypatch.delitem(sys.modules, f"come.integrations.{name}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        come.MissingError, match=rf'^come.integrations.{name} needs .*: pip install "come-tta\[lightning\]"$'
+        come.MissingError, match=rf'^come.integrations.{name} needs .*: pip install -e "\.\[lightning\]"'
     ):
         import_module(f"come.integrations.{name}")
 
@@ -399,7 +399,7 @@ def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
     ):
         models.load(spec)
     monkeypatch.setitem(sys.modules, "open_clip", None)
-    with pytest.raises(come.MissingError, match=r'needs open_clip, .*: pip install "come-tta\[clip\]"$'):
+    with pytest.raises(come.MissingError, match=r'needs open_clip, .*: pip install -e "\.\[clip\]"'):
         models.load(spec)
 
 

@@ -501,14 +501,14 @@ def test_paper_learning_rate_without_batch_norm():
     adapter = come.adapt(tiny("layer"), "tent")
     assert adapter.learning_rate(64) == pytest.approx(1e-3)
     assert adapter.learning_rate(16) == pytest.approx(2.5e-4)
-    assert "lr=0.001 x batch/64 (the paper's for models without BatchNorm)" in repr(adapter)
+    assert "lr=0.001 x batch/64 (the default for models without BatchNorm)" in repr(adapter)
 
 
 def test_paper_learning_rate_with_batch_norm():
     adapter = come.adapt(tiny("batch"), "sar")
     assert adapter.learning_rate(64) == adapter.learning_rate(32) == pytest.approx(2.5e-4)
     assert adapter.learning_rate(8) == pytest.approx(2.5e-4 / 64 * 8 * 2)
-    assert "lr=0.00025 (the paper's for BatchNorm models), BatchNorm statistics=mixed" in repr(adapter)
+    assert "lr=0.00025 (the default for BatchNorm models), BatchNorm statistics=mixed" in repr(adapter)
     assert "BatchNorm statistics=batch" in repr(come.adapt(tiny("batch"), "sar", guard=False))
 
 

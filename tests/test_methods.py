@@ -552,7 +552,7 @@ def test_foa_refuses_models_without_tokens():
 
 def test_foa_without_cma_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cma", None)
-    with pytest.raises(come.ConfigError, match=r"pip install 'come-tta\[foa\]'"):
+    with pytest.raises(come.ConfigError, match=r'pip install -e "\.\[foa\]"'):
         come.adapt(TinyTransformer(NORMS["layer"]), "foa", source=batches(1))(batches(1)[0])
 
 

@@ -323,7 +323,7 @@ def test_folders_of_transformers_that_are_refused(saved, tmp_path, caches):
 
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(come.MissingError, match=r'hf:a/b needs transformers, .*: pip install "come-tta\[hf\]"$'):
+    with pytest.raises(come.MissingError, match=r'hf:a/b needs transformers, .*: pip install -e "\.\[hf\]"'):
         models.load("hf:a/b")
 
 

@@ -58,10 +58,19 @@ def test_importing_come_imports_no_more_than_it_needs():
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_not_on_pypi_is_not_installed_from_there():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    assert not [
+        str(page) for page in pages if re.search(r"pip install [^\n]*come-tta", page.read_text(encoding="utf-8"))
+    ]
+
+
 def test_a_missing_extra_is_named():
     done = run("import sys; sys.modules |= dict.fromkeys(['pydantic', 'PIL', 'typer']); import come; come.bench")
     assert done.returncode == 1
-    assert done.stderr.rstrip().endswith('is missing; install it with: pip install "come-tta[bench]"')
+    assert done.stderr.rstrip().endswith(
+        'is missing; install it with: pip install -e ".[bench]" (in your clone of come)'
+    )
 
 
 def test_other_names_are_no_attributes():

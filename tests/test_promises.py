@@ -1153,7 +1153,7 @@ def test_select_alone_decides_what_adapts():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr": "1e-3"}, "lr must be a positive number, or None for the paper's, got '1e-3'"),
+        ({"lr": "1e-3"}, "lr must be a positive number, or None for the default, got '1e-3'"),
         ({"lr": True}, "lr must be a positive number"),
         ({"lr": math.nan}, "lr must be a positive number"),
         ({"steps": True}, "steps must be an integer >= 1, got True"),

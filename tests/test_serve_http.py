@@ -21,6 +21,7 @@ import come
 from come import saving
 from come.bench import cli
 from come.serve import Service, http
+from come.errors import pip_install
 from come.serve.http import create
 from come.serve.states import key_of
 from come.testing import NORMS, TinyClassifier, batches
@@ -357,13 +358,13 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
             with pytest.raises(SystemExit) as stopped:
                 cli.main()
         assert stopped.value.code == 2
-        assert capsys.readouterr().err.rstrip().endswith(f'install it with: pip install "come-tta[{extra}]"')
+        assert capsys.readouterr().err.rstrip().endswith(f"install it with: {pip_install(extra)}")
     with monkeypatch.context() as patch:
         for name in [name for name in sys.modules if name.startswith("come.serve")]:
             patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "filelock", None)
         patch.delattr(come, "serve")
-        with pytest.raises(ModuleNotFoundError, match=r'install it with: pip install "come-tta\[serve\]"'):
+        with pytest.raises(ModuleNotFoundError, match=r'install it with: pip install -e "\.\[serve\]"'):
             _ = come.serve
 
 

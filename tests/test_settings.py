@@ -61,6 +61,58 @@ def test_every_setting_is_a_function_of_its_seed(name):
     assert streams(name, **more)[0].reset
 
 
+@pytest.mark.parametrize("name", settings.names())
+def test_no_seed_repeats_what_another_draws(name, monkeypatch):
+    """Sums such as seed + 1 would: the second of seed 0 would be the first of seed 1."""
+    found, drawn = {}, []
+    for draw in ("randperm", "rand", "randint"):
+        inner = getattr(torch, draw)
+        monkeypatch.setattr(
+            torch, draw, lambda *a, f=inner, **k: drawn.append(k["generator"].initial_seed()) or f(*a, **k)
+        )
+    for seed in range(5):
+        drawn.clear()
+        streams(name, outliers="folder:x", outliers_size=30, seed=seed, size=20, imbalance=2.0)
+        found[seed] = set(drawn)
+    assert all(found[a].isdisjoint(found[b]) for a, b in itertools.combinations(found, 2))
+
+
+def test_changing_draws_each_order_and_each_fading_for_itself():
+    orders = [e.stream.order for seed in range(4) for e in streams("changing", seed=seed)]
+    assert len(set(orders)) == len(orders)
+
+
+BY_CLASS = [0] * 10 + [1] * 10 + [2] * 10 + [3] * 10
+
+
+@pytest.mark.parametrize("name", settings.names())
+def test_fewer_samples_are_spread_over_the_classes(name):
+    """As a folder has them: the first ones would be of one class."""
+
+    def used(**changes):
+        cell = CELL.model_copy(update={"size": 12, "outliers": "folder:x"} | changes)
+        episodes = list(settings.get(name).episodes(cell, Labelled(BY_CLASS), Labelled([-1] * 30)))
+        return {i for e in episodes for p, i in enumerate(e.stream.order) if e.stream.kind(p) != OUTLIER}
+
+    chosen = used()
+    assert Counter(BY_CLASS[i] for i in chosen) == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert used(method="sar", objective="come") == chosen
+    assert used(seed=1) != chosen
+
+
+def test_a_class_has_its_share_of_fewer_samples():
+    labels = [0] * 50 + [1] * 30 + [2] * 20
+    cell = CELL.model_copy(update={"size": 10})
+    assert Counter(labels[i] for i in settings.samples(cell, Labelled(labels))) == {0: 5, 1: 3, 2: 2}
+    many = list(range(100))
+    seen = Counter(
+        i for seed in range(40) for i in settings.samples(cell.model_copy(update={"seed": seed}), Labelled(many))
+    )
+    assert sum(seen.values()) == 400
+    assert len(seen) > 90  # of the classes too, any
+    assert list(settings.samples(cell.model_copy(update={"size": 100}), Labelled(many))) == many
+
+
 def test_standard_resets_and_lifelong_does_not():
     assert [e.reset for e in streams("standard")] == [True, True, True]
     assert [e.reset for e in streams("lifelong")] == [True, False, False]

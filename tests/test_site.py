@@ -41,7 +41,7 @@ def site(tmp_path_factory):
 def test_the_site_has_every_page_and_every_public_name(site):
     from sphinx.util.inventory import InventoryFile
 
-    for page in (*DOCS.glob("*.md"), *DOCS.glob("notebooks/*.py")):
+    for page in (*DOCS.rglob("*.md"), *DOCS.glob("notebooks/*.py")):
         assert (site / page.relative_to(DOCS)).with_suffix(".html").exists()
     with (site / "objects.inv").open("rb") as file:
         known = InventoryFile.load(file, "", os.path.join)
@@ -54,6 +54,15 @@ def test_the_site_has_every_page_and_every_public_name(site):
         assert any(other.startswith(f"{module}.") and other.endswith(f".{own}") for other in known), name
     for name in come.methods.names():
         assert f"come.methods.{come.methods.get(name).__name__}" in known
+        assert (site / "reference" / "methods" / f"{name}.html").exists()
+    assert max(page.stat().st_size for page in site.rglob("*.html")) < 300_000
+
+
+def test_the_first_page_has_a_picture_and_code_can_be_read_and_copied(site):
+    first = (site / "index.html").read_text()
+    assert 'src="_images/stream.svg"' in first
+    assert "copybutton.js" in first
+    assert "site.css" in first
 
 
 def test_the_notebooks_were_executed(site):

@@ -11,6 +11,11 @@ import come
 CLASSES, WIDTH, BATCH = 20, 16, 32
 
 
+def test_its_rate_is_called_no_papers():
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    assert "lr=0.01 x batch/64 (the default for models without BatchNorm)" in repr(come.adapt(model, "steady"))
+
+
 @pytest.fixture(scope="module")
 def task():
     """A classifier with LayerNorm of points around one centre for each class, and 640 points that it often gets wrong."""

@@ -33,6 +33,7 @@ from come import corruptions
 from come.bench.data.glyphs import MEAN, STD, Glyphs
 from come.bench.models import build_glyphs, fingerprint
 from come.corruptions import corrupt
+from come.seeds import derived_seed
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "vit": {
@@ -180,7 +181,7 @@ def train(options: argparse.Namespace) -> None:
     images, labels = render(Glyphs("train", size, seed, fonts=fonts), workers)
     tests, answers = render(Glyphs("test", options.test_size, seed, fonts=fonts), workers)
     # the reported accuracy is that on another seed than the one watched during training
-    fresh = render(Glyphs("test", options.test_size, seed + 1, fonts=fonts), workers)
+    fresh = render(Glyphs("test", options.test_size, derived_seed(seed, "reported"), fonts=fonts), workers)
     easy = render(Glyphs("train", size, seed, plain=True, fonts=fonts), workers)[0] if options.plain else None
     print(f"drew {len(images) + len(tests) + len(fresh[0])} images in {time.time() - began:.1f} s", flush=True)
     images, labels, tests, answers = (t.to(device) for t in (images, labels, tests, answers))
@@ -257,7 +258,7 @@ def train(options: argparse.Namespace) -> None:
         "clean_test_accuracy": reached,
         "severity_5_accuracy": hard,
         "test_images": len(fresh[0]),
-        "test_seed": options.seed + 1,
+        "test_seed": derived_seed(options.seed, "reported"),
         "train_images": len(images),
         "train_seed": options.seed,
         "epochs": options.epochs,

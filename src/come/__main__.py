@@ -2,13 +2,15 @@
 
 import sys
 
+from come.errors import pip_install
+
 
 def main() -> None:
     """Start the command line, or say what to install."""
     try:
         from come.bench.cli import main as run
     except ModuleNotFoundError as error:
-        sys.exit(f'error: {error.name} is missing; install the benchmark with: pip install "come-tta[bench]"')
+        sys.exit(f"error: come needs {error.name}, which is missing; install it with: {pip_install('bench')}")
     run()
 
 

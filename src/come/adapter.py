@@ -715,10 +715,10 @@ class Adapter:
         if method.lr is not None:
             rate = f"{method.lr:g}"
         elif self._borrowed.has_batch_norm:
-            rate = f"{method.paper_lr[1]:g} (the paper's for BatchNorm models)"
+            rate = f"{method.paper_lr[1]:g} (the default for BatchNorm models)"
         else:
             scale = " x batch/64" if method.scales_lr else ""
-            rate = f"{method.paper_lr[0]:g}{scale} (the paper's for models without BatchNorm)"
+            rate = f"{method.paper_lr[0]:g}{scale} (the default for models without BatchNorm)"
         size = sum(shape.numel() for shape in self._borrowed.shapes.values())
         on_batch = f", BatchNorm statistics={self._core.rule_of_statistics}" if self._borrowed.has_batch_norm else ""
         return (
@@ -764,8 +764,8 @@ def adapt(
         ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls
             the adapter with samples of its own at the same time, and together they adapt as one process does that is called
             with all of these, in the order of the ranks. False: each process for itself.
-        **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the paper's is used, and the repr of the result
-            says which.
+        **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the method's default is used, and the repr of the
+            result says which.
 
     Returns:
         the adapter.

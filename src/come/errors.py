@@ -161,10 +161,20 @@ def missing(what: str, error: ModuleNotFoundError, extra: str) -> MissingError:
     """Build the error for a package that is not installed, and say which extra brings it.
 
     >>> print(missing("come.serve", ModuleNotFoundError(name="fastapi"), "serve"))
-    come.serve needs fastapi, which is missing; install it with: pip install "come-tta[serve]"
+    come.serve needs fastapi, which is missing; install it with: pip install -e ".[serve]" (in your clone of come)
     """
-    text = f'{what} needs {error.name}, which is missing; install it with: pip install "come-tta[{extra}]"'
-    return MissingError(text, name=error.name)
+    return MissingError(
+        f"{what} needs {error.name}, which is missing; install it with: {pip_install(extra)}", name=error.name
+    )
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs an extra. There is no package to download yet, so it is run in a clone.
+
+    >>> print(pip_install("bench,ray"))
+    pip install -e ".[bench,ray]" (in your clone of come)
+    """
+    return f'pip install -e "{f".[{extra}]" if extra else "."}" (in your clone of come)'
 
 
 def require(ok: bool, name: str, value: object, limit: str) -> None:

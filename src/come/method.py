@@ -424,8 +424,9 @@ class Method(ABC):
         objective: a name (`come.objectives.names()`) or an `Objective`.
         select: which parameters adapt: a function from the model to a dict of its parameters by name. Whether a parameter
             requires gradients plays no part.
-        lr: learning rate; None is the paper's for the model's family: 1e-3 x batch/64 for models with LayerNorm, GroupNorm
-            and the like, 2.5e-4 for models with BatchNorm (2.5e-4 x batch/32 below a batch of 32).
+        lr: learning rate; None is the method's default for the model's family, the paper's where there is one: for Tent 1e-3
+            x batch/64 for models with LayerNorm, GroupNorm and the like, 2.5e-4 for models with BatchNorm (x batch/32 below a
+            batch of 32).
         optimizer: "sgd", "adam", `come.optim.sgd(momentum=0.5)`, or a function (parameters, lr) -> torch optimizer.
         steps: how often each batch is adapted to.
         episodic: reset before each batch.
@@ -490,7 +491,7 @@ class Method(ABC):
     statistics: StatisticsRule | None = None
 
     def __post_init__(self) -> None:
-        limit = "a positive number, or None for the paper's"
+        limit = "a positive number, or None for the default"
         require(
             self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit
         )

@@ -6,7 +6,6 @@ can be compiled, captured as a CUDA graph, repeated, or dropped.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from come.guard.verdict import LIMIT, Verdict, compare, judged, misled
 from come.inputs import UNKNOWN, Inputs, answered
 from come.method import Context, Method, Step, Written, chosen
 from come.optim import Moments, Rule
+from come.seeds import derived_seed
 
 PRIOR = 16
 """As many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
@@ -152,8 +152,7 @@ class Transition:
     @staticmethod
     def seed_of(count: int, method: Method) -> int:
         """The seed of a method's batch number `count`."""
-        text = f"{getattr(method, 'seed', 0)} {count}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return derived_seed(getattr(method, "seed", 0), count)
 
     # ---- parts ----
 

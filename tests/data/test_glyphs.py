@@ -285,7 +285,7 @@ def test_every_texture_spans_its_range() -> None:
         (lambda: Glyphs("test", 5).batch([0.5]), TypeError, "sequence of integers"),  # type: ignore[list-item]
         (lambda: Glyphs("test", 5).batch([[1]]), TypeError, "shape"),  # type: ignore[list-item]
         (lambda: Glyphs("test", 5).labels([9]), IndexError, "index 9"),
-        (lambda: Glyphs(fonts="/nowhere"), ValueError, r"20 of 20 fonts.*/nowhere.*come-tta\[bench\]"),
+        (lambda: Glyphs(fonts="/nowhere"), ValueError, r"20 of 20 fonts.*/nowhere.*\.\[bench\]"),
     ],
 )
 def test_bad_arguments(make: object, error: type[Exception], words: str) -> None:
@@ -302,7 +302,7 @@ def test_empty_batch() -> None:
 def test_missing_packages_name_the_command(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.delenv("COME_GLYPH_FONTS", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'matplotlib.*pip install "come-tta\[bench\]"'):
+    with pytest.raises(ValueError, match=r'matplotlib.*pip install -e "\.\[bench\]"'):
         Glyphs()
     monkeypatch.setenv("COME_GLYPH_FONTS", str(folder))
     assert len(Glyphs("test", 3)) == 3

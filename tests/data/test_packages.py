@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
+import os
 import re
 import shlex
 import sys
+import tarfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ import torch
 import webdataset
 from calling import call
 from drawing import picture, save_pictures
+from pyarrow import parquet
 
 import come
 from come.bench import Bench, Plan, models, run
@@ -150,6 +154,28 @@ def test_a_picture_that_cannot_be_read(tmp_path, quiet):
     assert open_source(f"hf:{tmp_path}", SMALL, "skip").load([0, 1]).bad == 2
 
 
+@pytest.mark.parametrize("streaming", ["", ":streaming=9"])
+def test_a_table_that_names_files_of_others(tmp_path, quiet, streaming):
+    """As in a folder of images: no file outside of the data, no pipe, no device."""
+    (tmp_path / "data").mkdir()
+    picture(0, (8, 8)).save(tmp_path / "private.png")
+    picture(0, (8, 8)).save(tmp_path / "data" / "own.png")
+    named = [tmp_path / "private.png", tmp_path / "data" / ".." / "private.png", Path("/dev/zero"), tmp_path / "data"]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "data" / "pipe")
+        named.append(tmp_path / "data" / "pipe")
+    rows = [{"bytes": None, "path": str(path)} for path in (*named, tmp_path / "data" / "own.png")]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    data = datasets.Dataset.from_dict({"image": rows, "label": [0] * len(rows)}, features=features)
+    parquet.write_table(data.data.table, tmp_path / "data" / "photos.parquet")  # to_parquet would read them
+    source = open_source(f"hf:{tmp_path / 'data' / 'photos.parquet'}{streaming}", SMALL)
+    for i in range(len(named)):
+        with pytest.raises(come.InputError, match=r"leads out of the data folder, to|is not a regular file"):
+            source.load([i])
+    assert len(source.load([len(named)]).labels) == 1
+    assert len(source.digest()) == 16
+
+
 def test_places_that_hold_no_data(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
@@ -211,7 +237,7 @@ def test_a_name_that_the_hub_cannot_have(monkeypatch):
 def test_a_missing_package_is_named(monkeypatch, spec):
     for name in ("datasets", "webdataset.tariterators"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(come.ConfigError, match=r'is missing; install it with: pip install "come-tta\[data\]"'):
+    with pytest.raises(come.ConfigError, match=r'is missing; install it with: pip install -e "\.\[data\]"'):
         open_source(spec, SMALL)
 
 
@@ -288,6 +314,43 @@ def test_shards_that_are_refused(shards, rest, message):
         writer.write({"__key__": "a", "jpg": picture(0, (8, 8)), "png": picture(0, (8, 8))})
     with pytest.raises(come.ComeError, match=message):
         open_source(f"webdataset:{shards / rest}", SMALL)
+
+
+def member(name, size, kind=tarfile.REGTYPE, pax=None):
+    """A file of a tar: its header, and what a reader finds behind it."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    info.pax_headers = pax or {}
+    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    "name", ["negative", "negative first", "negative in pax", "negative long name", "large long name", "long names"]
+)
+def test_shards_with_sizes_that_lead_back_or_nowhere(tmp_path, name):
+    """A tar is read from its beginning to its end, whatever its headers say."""
+    file, good = io.BytesIO(), member("a.png", 0)
+    parts = {
+        "negative": [good, good, member("a.cls", -1024)],
+        "negative first": [member("a.cls", -512), good],
+        "negative in pax": [good, member("a.cls", 0, pax={"size": "-2048"}), good],
+        "negative long name": [good, member("long", -1024, tarfile.GNUTYPE_LONGNAME), good],
+        "large long name": [good, member("long", 2**21, tarfile.GNUTYPE_LONGNAME), bytes(2**21), good],
+        "long names": [member("long", 512, tarfile.GNUTYPE_LONGNAME) + b"x" * 512] * 2000,
+    }[name]
+    file.write(b"".join(parts) + bytes(1024))
+    (tmp_path / "a.tar").write_bytes(file.getvalue())
+    with pytest.raises(come.InputError, match=r"cannot read the shard .*a.tar: .*; give a tar file"):
+        open_source(f"webdataset:{tmp_path / 'a.tar'}", SMALL)
+
+
+def test_a_shard_with_a_damaged_header_is_not_cut_there(shards):
+    whole = bytearray((shards / "photos-000.tar").read_bytes())
+    with tarfile.open(shards / "photos-000.tar") as archive:
+        whole[archive.getmembers()[4].offset] ^= 1
+    (shards / "photos-000.tar").write_bytes(whole)
+    with pytest.raises(come.InputError, match=r"cannot read the shard .*photos-000.tar: bad checksum; give a tar file"):
+        open_source(f"webdataset:{shards / 'photos-000.tar'}", SMALL)
 
 
 def test_a_run_and_its_identity(saved, shards, tmp_path):

@@ -1,6 +1,6 @@
 """Measure adaptation: a plan expands into cells, each cell becomes a record with its rows, all of it resumable.
 
-Everything in this package needs the extra: `pip install "come-tta[bench]"`.
+Everything in this package needs the extra: `pip install -e ".[bench]"`, in a clone of the repository.
 """
 
 from come.bench.cell import Cell

@@ -137,6 +137,10 @@ class Knobs(Description):
     source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)
 
 
+LATER = ("images", "total", "edition")
+"""Fields of a cell that came later: without a value they are no part of its key."""
+
+
 class Cell(Knobs):
     """The unit that is run and resumed: one method with one objective on one piece of a setting, with one seed.
 
@@ -147,7 +151,9 @@ class Cell(Knobs):
     """
 
     size: Count
-    """How many samples of the data are used, the first ones."""
+    """How many samples of the data are used."""
+    total: Count | None = None
+    """How many there are, where fewer are used; these are spread over the classes by the seed, see `settings.samples`."""
     method: Text
     objective: Text
     hyper: dict[Text, Value] = Field({})
@@ -160,11 +166,13 @@ class Cell(Knobs):
     """Digest of the model's weights, which may change under its name; None for the embedded models."""
     images: Text | None = None
     """Digest of the data, which may change under its name; None where it says none, see `Source.digest`."""
+    edition: Count | None = None
+    """Of the setting's streams, which may change under its name; None for the first."""
 
     @property
     def key(self) -> str:
         """Sixteen hexadecimal digits that name this configuration and no other."""
-        return digest(self, leave_out=set() if self.images else {"images"})[:16]
+        return digest(self, leave_out={name for name in LATER if getattr(self, name) is None})[:16]
 
     @property
     def base(self) -> str:

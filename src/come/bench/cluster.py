@@ -30,7 +30,7 @@ from come.bench.helpers import OFTEN, Others, Teller
 from come.bench.machine import Jobs
 from come.bench.measure import UnfitError
 from come.bench.record import Failure
-from come.errors import ComeError, ConfigError, InputError, StateError, printable, require, require_number
+from come.errors import ComeError, ConfigError, InputError, StateError, pip_install, printable, require, require_number
 from come.version import __version__
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ PATIENCE = 60.0
 """Seconds that the first cell waits for the last worker to be ready."""
 REACH = 10.0
 """Seconds in which a cluster must answer."""
-INSTALL = 'install it with: pip install "come-tta[bench,ray]"'
+INSTALL = f"install it with: {pip_install('bench,ray')}"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Plan(Knobs):
     corruptions: Texts | None = knob(None, STREAMS)
     outliers: Texts | None = knob(None, "Open world: sources of outliers; by default those of glyphs.")
     seeds: tuple[Seed, ...] = knob((0,), "Several give mean and deviation.", strict=False)
-    limit: Count | None = knob(None, "Use the first N samples only.", HOW)
+    limit: Count | None = knob(None, "Use N samples only, spread over the classes by the seed.", HOW)
     hyper: dict[Text, dict[Text, Value]] = knob({}, "A hyperparameter, e.g. tent.lr=5e-4. Repeatable.", HOW)
 
     @model_validator(mode="before")
@@ -112,6 +112,9 @@ class Plan(Knobs):
         by_corruption = [(name,) for name in shifts] if setting.pieces else [shifts]
         outliers = (None, *(self.outliers or ()))
         shared = {name: getattr(self, name) for name in Knobs.model_fields}
+        fewer = self.limit is not None and self.limit < size
+        shared |= {"size": self.limit if fewer else size, "total": size if fewer else None}
+        shared["edition"] = setting.edition if setting.edition > 1 else None
         for spec in self.methods:
             method, variant = parse(spec)
             hyper = setting.hyper.get(method, {}) | self.hyper.get(method, {}) | variant
@@ -120,7 +123,6 @@ class Plan(Knobs):
                 for seed, piece, outlier in product(self.seeds, by_corruption, outliers):
                     yield Cell(
                         **shared,
-                        size=size if self.limit is None else min(size, self.limit),
                         method=spec,
                         objective=objective,
                         hyper=hyper,

@@ -248,6 +248,7 @@ class Bench:
         embedded = plan.model in models.GLYPHS
         weights = None if embedded else (self._weights_sha256 or models.fingerprint(self._model.module))[:16]
         found = {"replay": replay, "weights": weights, "images": self._source.digest()}
+        found |= {"total": None, "edition": None} if streams else {}
         self.restricted = 0
         """To how many of its classes the model is restricted; 0 if it is not."""
         if self._source.num_classes != self._model.num_classes and self._source.subset:
@@ -318,14 +319,17 @@ class Bench:
 
     def _kept(self, source: Source) -> Source:
         """The source with what is decoded kept for later cells; what is in memory is kept once more only for others."""
-        size = max((stream.order[p] for stream in self._streams for p in range(len(stream))), default=0) + 1
-        size = max(size, self.planned[0].size if source is self._source else len(source))
+        used: Iterable[int] = range(len(source))
+        if source is self._source:
+            seeds = {cell.seed: cell for cell in self.planned}.values()
+            orders: list[Sequence[int]] = [stream.order for stream in self._streams]
+            used = set[int]().union(*orders or [settings.samples(cell, source) for cell in seeds])
         if not source.at_hand or (self.jobs > 1 and source.holds is None):
             shifts: list[tuple[str | None, int]] = []
             shifts += [(name, severity) for name in self.plan.corruptions or () for severity in self._severities]
             shifts += [shift for stream in self._streams for shift in stream.shifts]
-            source = Kept(source, size, shifts)
-        return Resident(source, size) if self._device.type == "cuda" else source
+            source = Kept(source, used, shifts)
+        return Resident(source, used) if self._device.type == "cuda" else source
 
     @property
     def _severities(self) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from come.bench.cell import Cell
 from come.bench.data import Source, Stream
-from come.bench.data.streams import OUTLIER, shuffle
+from come.bench.data.streams import OUTLIER, generator, shuffle, spread
 from come.errors import ConfigError, InputError, shown
 from come.registry import Registry
 
@@ -56,6 +56,8 @@ class Setting:
     """Fields of a plan that mean nothing in settings which do not name them."""
     ignores: frozenset[str] = frozenset()
     """Fields of a plan that mean nothing here."""
+    edition: int = 1
+    """Raise it when the streams change: results of the old ones are then not taken for results of the new ones."""
 
 
 def _check(name: str, thing: object) -> str:
@@ -91,26 +93,41 @@ def register(setting: Setting) -> Setting:
     return setting
 
 
+def samples(cell: Cell, source: Source) -> Sequence[int]:
+    """Which samples of the data a cell uses, in ascending order: all, or `cell.size` of them, spread over the classes.
+
+    They follow from the seed: every method, objective and corruption has the same.
+
+    Example:
+        >>> from come.bench.data import GlyphSource
+        >>> cell = Cell(method="tent", objective="come", corruptions=("fog",), size=3)
+        >>> samples(cell, GlyphSource(size=100))
+        [32, 41, 49]
+    """
+    if cell.size >= len(source):
+        return range(len(source))
+    return spread(source.labels(), cell.size, cell.seed)
+
+
 # ---- the paper's ----
 
 
-def _shuffled(cell: Cell, corruption: str | None, domain: str | None = None) -> Stream:
+def _shuffled(cell: Cell, source: Source, corruption: str | None, domain: str | None = None) -> Stream:
     """All samples once, in the order of the seed."""
-    return Stream.shuffled(
-        cell.data, cell.size, corruption=corruption, severity=cell.level, seed=cell.seed, domain=domain
-    )
+    order = shuffle(samples(cell, source), cell.seed)
+    return Stream.of(cell.data, order, corruption, cell.level, cell.seed, domain)
 
 
 def _standard(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     for corruption in cell.corruptions:
-        yield Episode(_shuffled(cell, corruption), reset=True)
+        yield Episode(_shuffled(cell, source, corruption), reset=True)
 
 
 def _lifelong(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     for number in range(cell.rounds):
         for i, corruption in enumerate(cell.corruptions):
             domain = corruption if cell.rounds == 1 else f"{corruption} ({number + 1})"
-            yield Episode(_shuffled(cell, corruption, domain), reset=number == i == 0)
+            yield Episode(_shuffled(cell, source, corruption, domain), reset=number == i == 0)
 
 
 PAPERS = ("gaussian_noise",)
@@ -121,13 +138,13 @@ def _open_world(cell: Cell, source: Source, outliers: Source | None) -> Iterator
     for corruption in cell.corruptions:
         prefix = "" if cell.corruptions == PAPERS else f"{corruption}, "  # several must not share a column
         if cell.outliers is None or outliers is None:
-            yield Episode(_shuffled(cell, corruption, f"{prefix}none"), reset=True)
+            yield Episode(_shuffled(cell, source, corruption, f"{prefix}none"), reset=True)
             continue
         inside, outside = _mixture(cell.size, len(outliers), cell.outlier_ratio)
-        known = [(i, 0) for i in shuffle(range(cell.size), cell.seed)[:inside]]
-        unknown = [(i, OUTLIER) for i in shuffle(range(len(outliers)), cell.seed + 1)[:outside]]
+        known = [(i, 0) for i in shuffle(samples(cell, source), cell.seed)[:inside]]
+        unknown = [(i, OUTLIER) for i in shuffle(range(len(outliers)), cell.seed, "outliers")[:outside]]
         pool = known + unknown
-        pairs = [pool[i] for i in shuffle(range(len(pool)), cell.seed + 2)]
+        pairs = [pool[i] for i in shuffle(range(len(pool)), cell.seed, "mixture")]
         stream = Stream(
             data=cell.data,
             order=tuple(i for i, _ in pairs),
@@ -165,10 +182,11 @@ def _mixture(inside: int, outside: int, ratio: float) -> tuple[int, int]:
 
 
 def _imbalanced(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
-    labels = source.labels().tolist()[: cell.size]
+    chosen = samples(cell, source)
+    labels = source.labels()[list(chosen)].tolist()
     classes = shuffle(sorted(set(labels)), cell.seed)
     part = {label: i for i, label in enumerate(classes)}
-    draw = torch.Generator().manual_seed(cell.seed)
+    draw = generator(cell.seed, "parts")
     ratio, others = cell.imbalance, len(classes) - 1
     stay = 1.0 if ratio is None else ratio / (ratio + others)
     keys = []
@@ -177,13 +195,13 @@ def _imbalanced(cell: Cell, source: Source, outliers: Source | None) -> Iterator
         if others and float(torch.rand((), generator=draw)) >= stay:
             home = (home + 1 + int(torch.randint(others, (), generator=draw))) % len(classes)  # any part but its own
         keys.append(home)
-    order = sorted(shuffle(range(len(labels)), cell.seed), key=lambda i: keys[i])
+    order = [chosen[i] for i in sorted(shuffle(range(len(labels)), cell.seed), key=lambda i: keys[i])]
     for corruption in cell.corruptions:
         yield Episode(Stream.of(cell.data, order, corruption, cell.level, cell.seed), reset=True)
 
 
 def _mixed(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
-    pairs = [(i, kind) for kind in range(len(cell.corruptions)) for i in range(cell.size)]
+    pairs = [(i, kind) for kind in range(len(cell.corruptions)) for i in samples(cell, source)]
     pairs = [pairs[i] for i in shuffle(range(len(pairs)), cell.seed)]
     stream = Stream(
         data=cell.data,
@@ -197,20 +215,20 @@ def _mixed(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Epis
 
 
 def _in_distribution(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
-    yield Episode(_shuffled(cell, None), reset=True)
+    yield Episode(_shuffled(cell, source, None), reset=True)
 
 
 # ---- beyond the paper ----
 
 
 def _natural(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
-    yield Episode(_shuffled(cell, None, short(cell.data)), reset=True)
+    yield Episode(_shuffled(cell, source, None, short(cell.data)), reset=True)
 
 
 def _gradual(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     """Every corruption grows from severity 1 to 5 and fades again; one ninth of the samples at each level."""
     levels = (1, 2, 3, 4, 5, 4, 3, 2, 1)
-    order = shuffle(range(cell.size), cell.seed)
+    order = shuffle(samples(cell, source), cell.seed)
     parts = [order[i * len(order) // 9 : (i + 1) * len(order) // 9] for i in range(9)]
     kinds = tuple(level - 1 for level, part in zip(levels, parts, strict=True) for _ in part)
     for i, corruption in enumerate(cell.corruptions):
@@ -235,8 +253,8 @@ def _changing(cell: Cell, source: Source, outliers: Source | None) -> Iterator[E
         raise ConfigError(
             f"corruptions must be at least two in the changing setting, got {', '.join(cell.corruptions)}"
         )
-    last = cell.level
-    draw = torch.Generator().manual_seed(cell.seed)
+    last, chosen = cell.level, samples(cell, source)
+    draw = generator(cell.seed, "fading")
     way = torch.arange(cell.size, dtype=torch.float64) * last / cell.size
     for i, (first, second) in enumerate(
         zip(cell.corruptions, (*cell.corruptions[1:], cell.corruptions[0]), strict=True)
@@ -244,7 +262,7 @@ def _changing(cell: Cell, source: Source, outliers: Source | None) -> Iterator[E
         kinds = way.floor() + (torch.rand(cell.size, generator=draw, dtype=torch.float64) < way.frac())
         stream = Stream(
             data=cell.data,
-            order=tuple(shuffle(range(cell.size), cell.seed + i)),
+            order=tuple(shuffle(chosen, cell.seed, "pass", i)),
             shifts=(*((first, last - k) for k in range(last)), (second, last)),
             then=((None, last), *((second, k) for k in range(1, last)), (None, last)),
             kinds=tuple(kinds.long().tolist()),
@@ -256,7 +274,7 @@ def _changing(cell: Cell, source: Source, outliers: Source | None) -> Iterator[E
 
 def _recurring(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     """The corruptions come back again and again, a tenth of the samples at a time."""
-    order = shuffle(range(cell.size), cell.seed)
+    order = shuffle(samples(cell, source), cell.seed)
     for number in range(10):
         part = order[number * len(order) // 10 : (number + 1) * len(order) // 10]
         for i, corruption in enumerate(cell.corruptions):
@@ -268,7 +286,7 @@ def _recurring(cell: Cell, source: Source, outliers: Source | None) -> Iterator[
 def _small_batches(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     for size in (64, 16, 4, 2, 1):
         for corruption in cell.corruptions:
-            yield Episode(_shuffled(cell, corruption, f"{corruption}, batch {size}"), True, size)
+            yield Episode(_shuffled(cell, source, corruption, f"{corruption}, batch {size}"), True, size)
 
 
 NO_RECOVERY = {"sar": {"recover_below": 0.0}}
@@ -281,8 +299,9 @@ for _setting in (
     Setting("lifelong", "one after the other, never reset; --rounds repeats them", _lifelong, "", NO_RECOVERY,
             reads=frozenset({"rounds"})),
     Setting("open-world", "mixed with outliers: --outliers, --outlier-ratio", _open_world, "outliers", severity=3,
-            corruptions=PAPERS, reads=OPEN_WORLD),
-    Setting("imbalanced", "sorted by class; --imbalance for a finite ratio", _imbalanced, reads=frozenset({"imbalance"})),
+            corruptions=PAPERS, reads=OPEN_WORLD, edition=2),
+    Setting("imbalanced", "sorted by class; --imbalance for a finite ratio", _imbalanced, reads=frozenset({"imbalance"}),
+            edition=2),
     Setting("mixed", "all corruptions in one shuffled stream", _mixed, ""),
     Setting("in-distribution", "clean images", _in_distribution, "", corruptions=(),
             ignores=frozenset({"corruptions", "severity"})),
@@ -290,7 +309,7 @@ for _setting in (
             corruptions=(), ignores=frozenset({"corruptions", "severity"})),
     Setting("gradual", "severity 1 to 5 and back within each, never reset", _gradual, "", NO_RECOVERY,
             ignores=frozenset({"severity"})),
-    Setting("changing", "each corruption fades into the next, never reset", _changing, "", NO_RECOVERY),
+    Setting("changing", "each corruption fades into the next, never reset", _changing, "", NO_RECOVERY, edition=2),
     Setting("recurring", "a tenth of each at a time, ten times, never reset", _recurring, "", NO_RECOVERY),
     Setting("small-batches", "standard with batches of 64, 16, 4, 2 and 1", _small_batches,
             ignores=frozenset({"batch_size"})),

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from come.errors import ConfigError, InputError, ModelError, require, require_int
+from come.errors import ConfigError, InputError, ModelError, pip_install, require, require_int
 from come.heads import Head
 from come.inputs import Input, Inputs, checked
 from come.method import Context, Method, Step, register
@@ -352,7 +352,7 @@ def _packages() -> tuple[Any, Any]:
         import numpy
     except ImportError as error:
         raise ConfigError(
-            "foa searches with the package cma, which is not installed: pip install 'come-tta[foa]'"
+            f"foa searches with the package cma, which is missing; install it with: {pip_install('foa')}"
         ) from error
     return cma, numpy
 
@@ -376,7 +376,7 @@ class CMAES:
     def __init__(self, dimensions: int, population: int, seed: int) -> None:
         cma, np = _packages()
         self._seed, self._numpy = seed, np
-        self._random = np.random.default_rng([abs(seed), 0])
+        self._random = np.random.default_rng([seed % 2**64, 0])
         options = {
             "popsize": population - 1,
             "seed": float("nan"),  # do not touch NumPy's global generator
@@ -392,7 +392,7 @@ class CMAES:
 
     def ask(self, batch: int) -> Tensor:
         """Candidates (population - 1, D), which depend on the seed, the number of the batch and what was told."""
-        self._random = self._numpy.random.default_rng([abs(self._seed), batch])
+        self._random = self._numpy.random.default_rng([self._seed % 2**64, batch])
         return torch.from_numpy(self._numpy.stack(self._es.ask()))
 
     def tell(self, candidates: Tensor, fitness: Tensor) -> None:

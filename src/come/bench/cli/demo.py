@@ -24,7 +24,7 @@ def demo(
 ) -> None:
     """Watch EM, COME, the recommended method and No Adapt on one corrupted stream, in a browser.
 
-    Needs [bold]pip install "come-tta\\[demo]"[/], and no network. Ctrl-C ends it.
+    Needs [bold]pip install -e ".\\[demo]"[/], and no network. Ctrl-C ends it.
     """
     require(1 <= port <= 65535, "--port", port, "from 1 to 65535")
     with _listen(host, port) as listening, suppress(KeyboardInterrupt):

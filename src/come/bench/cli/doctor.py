@@ -38,6 +38,7 @@ from come.bench.data.embedded import GlyphSource
 from come.bench.data.source import Loaded
 from come.bench.data.store import room
 from come.bench.downloads import no_answer
+from come.errors import pip_install
 from come.running import Precision
 
 EXTRAS = {
@@ -91,7 +92,7 @@ def _versions() -> Iterator[Check]:
     except PackageNotFoundError:
         lacking = []  # run from a source tree
     if lacking:
-        yield Check("torch", "failed", f"come needs {', '.join(lacking)}", _pip("come-tta"))
+        yield Check("torch", "failed", f"come needs {', '.join(lacking)}", pip_install(""))
     else:
         yield Check("torch", "ok", torch.__version__)
 
@@ -105,7 +106,7 @@ def _vision() -> Iterator[Check]:
             if name == "torchvision":
                 module.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
         except ModuleNotFoundError as error:
-            yield Check(name, "failed", f"{error.name} is missing", _pip("come-tta[bench]"))
+            yield Check(name, "failed", f"{error.name} is missing", pip_install("bench"))
         except Exception as error:
             reason = first_line(error)
             if reason == failed:
@@ -135,10 +136,10 @@ def _extras() -> Iterator[Check]:
     for extra, enables in EXTRAS.items():
         if extra not in lacks:
             says = f"unknown before come is installed anew: {enables}"
-            yield Check(f"extra {extra}", "note", says, f'pip install -e ".[{extra}]"')
+            yield Check(f"extra {extra}", "note", says, pip_install(extra))
         elif lacking := lacks[extra]:
             says = f"needs {', '.join(lacking)} for {enables}"
-            yield Check(f"extra {extra}", "note", says, _pip(f"come-tta[{extra}]"), {"missing": lacking})
+            yield Check(f"extra {extra}", "note", says, pip_install(extra), {"missing": lacking})
 
 
 def _lacking(package: str, extra: str) -> list[str]:
@@ -159,10 +160,6 @@ def _lacking(package: str, extra: str) -> list[str]:
         except PackageNotFoundError:
             found.append(needed.name)
     return list(dict.fromkeys(found))
-
-
-def _pip(package: str) -> str:
-    return f'pip install "{package}"'
 
 
 def _devices() -> Iterator[Check]:
@@ -236,7 +233,7 @@ def _model(name: str, loaded: Loaded) -> Iterator[Check]:
     right = int((answers == loaded.labels).sum())
     good = right / IMAGES >= expected - MARGIN
     says = f"{right} of {IMAGES} images right; of all test images {expected:.1%}"
-    repair = "" if good else 'pip install --force-reinstall --no-deps "come-tta"'
+    repair = "" if good else "git checkout src (in your clone of come), or clone it again"
     yield Check(name, "ok" if good else "failed", says, repair, {"right": right, "images": IMAGES})
 
 

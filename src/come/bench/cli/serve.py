@@ -125,7 +125,7 @@ def serve(
 ) -> None:
     """Serve one model to many tenants over HTTP; each tenant adapts by itself.
 
-    Needs [bold]pip install "come-tta\\[serve]"[/], with --replicas "come-tta\\[serve-ray]". Ctrl-C or SIGTERM ends it; all
+    Needs [bold]pip install -e ".\\[serve]"[/], with --replicas ".\\[serve-ray]". Ctrl-C or SIGTERM ends it; all
     states are written first.
     """
     check_installed("serve", "serve", ("fastapi", "uvicorn", "prometheus_client", "filelock"))

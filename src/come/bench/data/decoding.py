@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -24,21 +23,18 @@ MAX_BYTES = 8 * MAX_PIXELS
 """Of an image file: eight bytes a pixel, as uncompressed RGBA of 16 bits has."""
 
 
-def decode(file: Path | bytes, preprocess: Preprocess) -> Tensor:
-    """The picture in a file, or in its bytes -> (3, size, size) uint8; raises whatever the decoder met there.
+def decode(file: bytes, preprocess: Preprocess) -> Tensor:
+    """The picture in the bytes of a file -> (3, size, size) uint8; raises whatever the decoder met there.
 
     Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Image.new("L", (8, 8)).save(Path(folder) / "a.png")
-        ...     decode(Path(folder) / "a.png", Preprocess(4, 4)).shape
+        >>> Image.new("L", (8, 8)).save(file := BytesIO(), "png")
+        >>> decode(file.getvalue(), Preprocess(4, 4)).shape
         torch.Size([3, 4, 4])
     """
-    if (found := len(file) if isinstance(file, bytes) else file.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"the file has {found} bytes, more than {MAX_BYTES}")
+    if len(file) > MAX_BYTES:
+        raise ValueError(f"the file has {len(file)} bytes, more than {MAX_BYTES}")
     try:
-        opened = BytesIO(file) if isinstance(file, bytes) else file
-        with quiet(), Image.open(opened, formats=FORMATS) as picture:  # reads the header only
+        with quiet(), Image.open(BytesIO(file), formats=FORMATS) as picture:  # reads the header only
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"it declares {width} x {height} pixels, more than {MAX_PIXELS}")

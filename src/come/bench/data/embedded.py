@@ -57,10 +57,16 @@ class GlyphSource(_Drawn):
         (torch.Size([2, 3, 32, 32]), 100)
     """
 
+    _data: Glyphs
+
     def __init__(self, name: str = "glyphs", size: int = SIZE) -> None:
         self.name = name
         self._data = Glyphs("test", size)
         self.num_classes = len(self._data.classes)
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64; nothing is drawn for them."""
+        return self._data.labels()
 
     def source_images(self, count: int) -> Tensor:
         """Images of the split that is kept for this, (count, 3, 32, 32) uint8."""

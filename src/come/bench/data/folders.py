@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from come.bench.data.listing import IMAGE_ENDINGS, data_folder, images_below, stay_inside, subfolders
+from come.bench.data.listing import IMAGE_ENDINGS, data_folder, images_below, subfolders
 from come.bench.data.pictures import OnBadImage, Pictures
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import read_regular, reason
@@ -32,6 +32,7 @@ class Files(Pictures):
         super().__init__(name, preprocess, on_bad_image)
         path, _, self._list = path.partition(LIST)
         self.root = data_folder(path)
+        self.roots = (self.root,)
 
     @abstractmethod
     def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
@@ -41,9 +42,7 @@ class Files(Pictures):
         return str(self._path(self.files[index], corruption, severity))
 
     def _encoded(self, index: int, corruption: str | None, severity: int) -> Path:
-        path = self._path(self.files[index], corruption, severity)
-        stay_inside(path, self.root)
-        return path
+        return self._path(self.files[index], corruption, severity)
 
     def names(self) -> list[str]:
         """Class and file of each sample, `n01440764/ILSVRC2012_val_00000293.JPEG`."""

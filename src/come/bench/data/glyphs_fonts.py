@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from come.errors import InputError
+from come.errors import InputError, pip_install
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CANVAS", "CLASSES", "FONTS", "INK", "NEAR", "Atlas", "Font", "coverage", "find_fonts"]
 
-INSTALL = 'pip install "come-tta[bench]"'
+INSTALL = pip_install("bench")
 """The command that installs what this data set needs."""
 
 ENVIRONMENT = "COME_GLYPH_FONTS"

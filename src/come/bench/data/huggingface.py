@@ -15,7 +15,7 @@ from come.bench.checkpoints import first_line
 from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import no_answer
-from come.errors import ComeError, ConfigError, InputError, unknown
+from come.errors import ComeError, ConfigError, InputError, pip_install, unknown
 
 OPTIONS = ("split", "image", "label", "classes", "config", "revision", "streaming")
 """What may follow a name, as KEY=VALUE."""
@@ -58,6 +58,7 @@ class HuggingFaceSource(Pictures):
         super().__init__(name, preprocess, on_bad_image)
         place, given = place_and_options("hf", rest, OPTIONS)
         with _reading(name, place) as zoo:
+            self.roots = _folders(zoo, Path(os.path.expanduser(place)))
             self._split, data = _opened(zoo, name, place, given)
             self._columns = dict(data.features or {})
             self._image = self._column(
@@ -135,6 +136,15 @@ def _kind(feature: Any) -> str:
     return str(feature.dtype) if name == "Value" else name
 
 
+def _folders(zoo: Any, local: Path) -> tuple[Path, ...]:
+    """Where pictures may be that a table names: in the folder that was given, or where `datasets` puts what it loads."""
+    from huggingface_hub import constants
+
+    caches = zoo.config.HF_DATASETS_CACHE, zoo.config.DOWNLOADED_DATASETS_PATH, constants.HF_HUB_CACHE
+    own = [local if local.is_dir() else local.parent] if local.exists() else []
+    return (*own, *map(Path, caches))
+
+
 def _opened(zoo: Any, name: str, place: str, given: dict[str, Any]) -> tuple[str, Any]:
     """The name of a split, and the split."""
     local = Path(os.path.expanduser(place))
@@ -171,9 +181,7 @@ def _reading(name: str, place: str) -> Iterator[Any]:
     try:
         zoo: Any = import_module("datasets")
     except ImportError as error:
-        raise ConfigError(
-            f'{name} needs datasets, which is missing; install it with: pip install "come-tta[data]"'
-        ) from error
+        raise ConfigError(f"{name} needs datasets, which is missing; install it with: {pip_install('data')}") from error
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 

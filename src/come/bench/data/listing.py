@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -42,12 +43,13 @@ def images_below(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-def stay_inside(path: Path, root: Path) -> None:
-    """Refuse a file that a symbolic link leads to from inside of `root`; where `root` itself leads is the user's choice."""
-    real, home = os.path.realpath(path), os.path.realpath(root)
-    if os.path.commonpath((real, home)) != home:
+def stay_inside(path: Path, roots: Sequence[Path]) -> None:
+    """Refuse a file that is in none of `roots`, by its name or a link; where a root itself leads is the user's choice."""
+    real = os.path.realpath(path)
+    if not any(os.path.commonpath((real, home)) == home for home in map(os.path.realpath, roots)):
         raise ValueError(
-            f"a symbolic link leads out of the data folder, to {real}; if you trust it, name the folder that really holds it"
+            f"a link or a name in the data leads out of the data folder, to {real}; if you trust it, name the folder that "
+            "really holds it"
         )
 
 

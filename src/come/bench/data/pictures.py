@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from come.bench.data.decoding import MAX_BYTES, decode
+from come.bench.data.listing import stay_inside
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import read_regular, reason
 from come.bench.data.source import Loaded, Source
@@ -35,6 +36,8 @@ class Pictures(Source):
 
     targets: Tensor
     """(N,) int64: the labels; -1 where there is none."""
+    roots: tuple[Path, ...] = ()
+    """Folders that its files are in; none is read elsewhere."""
 
     def __init__(self, name: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
         self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image
@@ -59,6 +62,14 @@ class Pictures(Source):
     def _encoded(self, index: int, corruption: str | None, severity: int) -> Path | bytes:
         """Its picture: a file, or the bytes of one; raises whatever is in the way."""
 
+    def _read(self, index: int, corruption: str | None, severity: int) -> bytes:
+        """The bytes of its picture. What names a file is not trusted: it is read if it is a regular one in `roots`."""
+        found = self._encoded(index, corruption, severity)
+        if isinstance(found, bytes):
+            return found
+        stay_inside(found, self.roots)
+        return read_regular(found, MAX_BYTES)
+
     def __len__(self) -> int:
         """Number of samples; of one corruption, where the files hold some."""
         return len(self.targets)
@@ -73,8 +84,7 @@ class Pictures(Source):
         shift = ((self.holds or (None,))[0], 5)
         for index in range(0, len(self), max(1, len(self) // LOOKED_AT)):
             with contextlib.suppress(Exception):  # a bad picture is met, or skipped, when it is loaded
-                encoded = self._encoded(index, *shift)
-                found.update(encoded if isinstance(encoded, bytes) else read_regular(encoded, MAX_BYTES))
+                found.update(self._read(index, *shift))
         return found.hexdigest()[:16]
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
@@ -83,7 +93,7 @@ class Pictures(Source):
         chosen = self._known(indices)
         for index in chosen:
             try:
-                images.append(decode(self._encoded(index, corruption, severity), self.preprocess))
+                images.append(decode(self._read(index, corruption, severity), self.preprocess))
             except Exception as error:  # decoders raise whatever they met in the file
                 if self.on_bad_image == "raise":
                     raise InputError(

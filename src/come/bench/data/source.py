@@ -77,7 +77,8 @@ class Source(ABC):
 
     def labels(self) -> Tensor:
         """The labels of all samples, (N,) int64."""
-        return self.load(range(len(self)), (self.holds or (None,))[0]).labels
+        first, places = (self.holds or (None,))[0], range(len(self))
+        return torch.cat([self.load(places[i : i + 64], first).labels for i in places[::64]])
 
     def source_images(self, count: int) -> Tensor:
         """`count` clean images of the source domain, (count, 3, H, W) uint8, for methods that need some."""
@@ -121,6 +122,7 @@ class DatasetSource(Source):
         preprocess: Preprocess | None = None,
     ) -> None:
         self.name, self.num_classes, self._data, self._preprocess = name, num_classes, dataset, preprocess
+        self._labels: Tensor | None = None
         self.at_hand = isinstance(dataset, (list, tuple, TensorDataset))
         if not len(dataset):  # type: ignore[arg-type]
             raise InputError(f"the data set {name} is empty")
@@ -138,6 +140,12 @@ class DatasetSource(Source):
         pairs = [self._data[int(i)] for i in indices]
         images = torch.stack([self._tensor(image) for image, _ in pairs])
         return Loaded(images, torch.tensor([int(label) for _, label in pairs]), torch.as_tensor(list(indices)))
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64; the data set is asked for each of its items, once."""
+        if self._labels is None:
+            self._labels = torch.tensor([int(self._data[i][1]) for i in range(len(self))])
+        return self._labels
 
     def _tensor(self, image: Any) -> Tensor:
         if isinstance(image, Tensor):

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,23 @@ class _Around(Source):
 
     Args:
         source: where the images come from.
-        size: how many samples are used, the first ones.
+        used: which samples are kept, by default all; others are asked of the source each time.
     """
 
-    def __init__(self, source: Source, size: int) -> None:
+    def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
         self.source, self.name, self.num_classes = source, source.name, source.num_classes
         self.holds, self.severities = source.holds, source.severities
-        self._size = min(size, len(source))
+        places = sorted(set(range(len(source)) if used is None else used).intersection(range(len(source))))
+        self._size = len(places)
+        self._row: npt.NDArray[np.int64] = np.full(len(source), -1, dtype=np.int64)
+        """Where each sample is kept; -1 if it is not."""
+        self._row[places] = np.arange(len(places))
+
+    def _rows(self, indices: Sequence[int] | Tensor) -> npt.NDArray[np.int64]:
+        """Where these samples are kept; -1 for those that are not, or are not there."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        there = (chosen >= 0) & (chosen < len(self._row))
+        return np.where(there, self._row[np.where(there, chosen, 0)], -1)
 
     def __len__(self) -> int:
         """Number of samples of the source."""
@@ -75,18 +85,20 @@ class Kept(_Around):
 
     Args:
         source: where the images come from.
-        size: how many samples are used, the first ones.
+        used: which samples are kept, by default all; others are asked of the source each time.
         shifts: which (corruption, severity) are, for a source that holds some.
 
     Example:
         >>> from come.bench.data import GlyphSource
-        >>> kept = Kept(GlyphSource(size=8), 8)
+        >>> kept = Kept(GlyphSource(size=8))
         >>> kept.holds_all([3, 4]), len(kept.load([3, 4]).labels), kept.holds_all([3, 4])
         (False, 2, True)
     """
 
-    def __init__(self, source: Source, size: int, shifts: Sequence[tuple[str | None, int]] = ()) -> None:
-        super().__init__(source, size)
+    def __init__(
+        self, source: Source, used: Iterable[int] | None = None, shifts: Sequence[tuple[str | None, int]] = ()
+    ) -> None:
+        super().__init__(source, used)
         chosen = [(None, 0)] if source.holds is None else list(dict.fromkeys(shifts))
         self._shape = _shape(source, *chosen[0]) if chosen else ()
         place, fitting = room(self._size * int(np.prod(self._shape)), len(chosen)) if self._shape else (None, 0)
@@ -116,15 +128,13 @@ class Kept(_Around):
     def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
         """Whether nothing is left to decode of these."""
         slot = self._slot(corruption, severity)
-        chosen = np.asarray(indices, dtype=np.int64)
-        if slot is None or (chosen >= self._size).any() or (chosen < 0).any():
-            return False
-        return bool((self._states[slot][chosen] != UNKNOWN).all())
+        rows = self._rows(indices)
+        return slot is not None and bool((rows >= 0).all() and (self._states[slot][rows] != UNKNOWN).all())
 
     def all_bad(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
         """Whether none of these can be read, as is known already."""
         slot = self._slot(corruption, severity)
-        return slot is not None and bool((self._states[slot][np.asarray(indices, dtype=np.int64)] == BAD).all())
+        return slot is not None and bool((self._states[slot][self._rows(indices)] == BAD).all())
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """From the file, or from the source and into the file."""
@@ -134,17 +144,18 @@ class Kept(_Around):
             return self.source.load(asked, corruption, severity)
         if not self.holds_all(asked, corruption, severity):
             return self._decode(slot, asked, corruption, severity)
-        chosen = np.asarray(asked, dtype=np.int64)
-        good = chosen[self._states[slot][chosen] == THERE]
+        rows = self._rows(asked)
+        there = self._states[slot][rows] == THERE
+        good = rows[there]
         pixels = np.empty((len(good), *self._shape), dtype=np.uint8)
-        for image, index in zip(pixels, good.tolist(), strict=True):
-            self._read(image, self._offset(slot, index))
-        labels = torch.from_numpy(self._labels[slot][good])
-        return Loaded(torch.from_numpy(pixels), labels, torch.from_numpy(good), len(chosen) - len(good))
+        for image, row in zip(pixels, good.tolist(), strict=True):
+            self._read(image, self._offset(slot, row))
+        labels, got = torch.from_numpy(self._labels[slot][good]), torch.tensor(asked, dtype=torch.int64)[there]
+        return Loaded(torch.from_numpy(pixels), labels, got, len(asked) - len(good))
 
     def _decode(self, slot: int, asked: list[int], corruption: str | None, severity: int) -> Loaded:
         """What is known is read, the rest decoded and kept; an image of another size than the first is not."""
-        known = [0 <= i < self._size and self._states[slot][i] != UNKNOWN for i in asked]
+        known = [row >= 0 and self._states[slot][row] != UNKNOWN for row in self._rows(asked).tolist()]
         rest = list(dict.fromkeys(i for i, there in zip(asked, known, strict=True) if not there))
         new = self.source.load(rest, corruption, severity)
         if tuple(new.images.shape[1:]) == self._shape and new.images.dtype == torch.uint8:
@@ -166,22 +177,22 @@ class Kept(_Around):
         got = loaded.indices.tolist()
         pixels = loaded.images.contiguous().numpy()
         try:
-            for image, label, index in zip(pixels, loaded.labels.tolist(), got, strict=True):
-                if index < self._size:
-                    self._write(image, self._offset(slot, index))
-                    self._labels[slot, index] = label
-                    self._states[slot, index] = THERE
+            for image, label, row in zip(pixels, loaded.labels.tolist(), self._rows(got).tolist(), strict=True):
+                if row >= 0:
+                    self._write(image, self._offset(slot, row))
+                    self._labels[slot, row] = label
+                    self._states[slot, row] = THERE
         except OSError:  # no room after all
             return
-        for index in set(asked) - set(got):
-            if index < self._size:
-                self._states[slot, index] = BAD
+        for row in self._rows(list(set(asked) - set(got))).tolist():
+            if row >= 0:
+                self._states[slot, row] = BAD
 
     def _slot(self, corruption: str | None, severity: int) -> int | None:
         return self._slots.get((corruption, severity) if self.holds is not None else (None, 0))
 
-    def _offset(self, slot: int, index: int) -> int:
-        place = slot * self._size + index
+    def _offset(self, slot: int, row: int) -> int:
+        place = slot * self._size + row
         return len(self._head) + place * int(np.prod(self._shape))
 
     def _read(self, image: npt.NDArray[np.uint8], offset: int) -> None:
@@ -222,11 +233,11 @@ class Resident(_Around):
 
     Args:
         source: where the images come from.
-        size: how many samples are used, the first ones.
+        used: which samples are kept, by default all; others are asked of the source each time.
     """
 
-    def __init__(self, source: Source, size: int) -> None:
-        super().__init__(source, size)
+    def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
+        super().__init__(source, used)
         self._sets: dict[tuple[str | None, int], tuple[Tensor, Tensor, Tensor] | None] = {}
 
     @property
@@ -237,10 +248,10 @@ class Resident(_Around):
     def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
         """Whether all of these that can be read are on the device."""
         found = self._sets.get(self._set(corruption, severity))
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        if found is None or not len(chosen) or int(chosen.max()) >= self._size or int(chosen.min()) < 0:
+        chosen, rows = torch.as_tensor(indices, dtype=torch.int64), torch.from_numpy(self._rows(indices))
+        if found is None or not len(chosen) or int(rows.min()) < 0:
             return False
-        rest = chosen[~found[2][chosen]].tolist()
+        rest = chosen[~found[2][rows]].tolist()
         return not rest or (isinstance(self.source, Kept) and self.source.all_bad(rest, corruption, severity))
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
@@ -250,10 +261,10 @@ class Resident(_Around):
         found = self._sets[self._set(corruption, severity)]
         assert found is not None
         images, labels, there = found
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        good = chosen[there[chosen]]
+        chosen, rows = torch.as_tensor(indices, dtype=torch.int64), torch.from_numpy(self._rows(indices))
+        good = rows[there[rows]]
         picked = images.index_select(0, good.pin_memory().to(images.device, non_blocking=True))
-        return Loaded(picked, labels[good], good, len(chosen) - len(good))
+        return Loaded(picked, labels[good], chosen[there[rows]], len(chosen) - len(good))
 
     def keep(self, images: Tensor, labels: Tensor, indices: Tensor, corruption: str | None, severity: int) -> None:
         """Keep images that are on the device now."""
@@ -263,10 +274,11 @@ class Resident(_Around):
             fits = self._size * images[0].numel() <= SHARE_OF_DEVICE * free
             self._sets[key] = self._new(images) if fits else None
         found = self._sets[key]
-        if found is None or images.shape[1:] != found[0].shape[1:] or int(indices.max()) >= self._size:
+        rows = torch.from_numpy(self._rows(indices))
+        if found is None or images.shape[1:] != found[0].shape[1:] or int(rows.min()) < 0:
             return
-        found[0].index_copy_(0, indices.pin_memory().to(images.device, non_blocking=True), images)
-        found[1][indices], found[2][indices] = labels, True
+        found[0].index_copy_(0, rows.pin_memory().to(images.device, non_blocking=True), images)
+        found[1][rows], found[2][rows] = labels, True
 
     def _new(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Room for images like these; their labels, and which of them are there."""

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, Strict, model_validator
+from torch import Tensor
 
 from come.bench.cell import Description, Seed, Severity, Text, digest
 from come.bench.data.reading import read_regular, reason
 from come.corruptions import check_choice
 from come.errors import ConfigError, InputError, require
+from come.seeds import derived_seed
 
 FORMAT = "come-stream-2"
 OUTLIER = -1
@@ -131,12 +133,35 @@ class Stream(Description):
             ) from error
 
 
-def shuffle(values: Sequence[int], seed: int) -> list[int]:
-    """`values` in an order that follows from the seed.
+def shuffle(values: Sequence[int], seed: int, *purpose: object) -> list[int]:
+    """`values` in an order that follows from the seed and, where it decides several, from what this one is for.
 
     Example:
-        >>> shuffle([10, 20, 30], 0)
-        [30, 10, 20]
+        >>> shuffle([10, 20, 30], 0), shuffle([10, 20, 30], 0, "outliers")
+        ([30, 10, 20], [20, 30, 10])
     """
-    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(values), generator=generator(seed, *purpose)).tolist()
     return [values[i] for i in order]
+
+
+def generator(seed: int, *purpose: object) -> torch.Generator:
+    """Random numbers that follow from the seed; those for a purpose are independent of all others."""
+    return torch.Generator().manual_seed(derived_seed(seed, *purpose) if purpose else seed)
+
+
+def spread(labels: Tensor, count: int, seed: int) -> list[int]:
+    """Places of `count` of the labels (N,), in ascending order: of each class its share, rounded up or down.
+
+    Which ones, and which classes where there are more of them than samples, follows from the seed.
+
+    Example:
+        >>> spread(torch.tensor([7, 7, 7, 7, 5, 5]), 3, seed=0)
+        [1, 3, 4]
+    """
+    draw = generator(seed, "samples")
+    order = torch.randperm(len(labels), generator=draw)
+    classes, number = torch.unique(labels[order], return_inverse=True)
+    order = order[torch.randperm(len(classes), generator=draw)[number].argsort(stable=True)]  # class by class
+    first = torch.rand((), generator=draw, dtype=torch.float64)
+    places = ((torch.arange(count) + first) * (len(labels) / count)).long()  # every N/count-th
+    return sorted(order[places.clamp(max=len(labels) - 1)].tolist())

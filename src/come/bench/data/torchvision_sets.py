@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from come.bench.data.decoding import quiet
 from come.bench.data.preprocess import Preprocess
@@ -45,10 +49,25 @@ class TorchvisionSource(DatasetSource):
         super().__init__(data, num_classes=count, name=name, preprocess=preprocess)
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Ask torchvision; what goes wrong in there is the files' fault."""
+        """Ask torchvision."""
+        with self._reading():
+            return super().load(self._known(indices), corruption, severity)
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64; where torchvision has a list of them, no picture is read."""
+        listed = getattr(self._data, "targets", None)
+        with self._reading():
+            found = super().labels() if listed is None else torch.as_tensor(listed, dtype=torch.int64)
+            if found.shape != (len(self),):
+                raise ValueError(f"it has {len(self)} samples and labels of shape {tuple(found.shape)}")
+            return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What goes wrong in torchvision is the files' fault."""
         try:
             with quiet():
-                return super().load(self._known(indices), corruption, severity)
+                yield
         except InputError:
             raise
         except Exception as error:

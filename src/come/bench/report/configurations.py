@@ -10,7 +10,7 @@ from come.bench.cell import Knobs
 from come.bench.record import Failure, Record
 from come.errors import InputError
 
-SHARED = (*Knobs.model_fields, "size", "replay", "weights", "images")
+SHARED = (*Knobs.model_fields, "size", "total", "replay", "weights", "images", "edition")
 """Fields of a cell that all cells of a plan have in common."""
 
 

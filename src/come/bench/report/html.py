@@ -55,7 +55,7 @@ from come.bench.report.tables import (
     results_table,
     scores_note,
 )
-from come.bench.report.writing import about, write_text
+from come.bench.report.writing import about, images, write_text
 from come.bench.statistics import AVERAGE
 
 POINTS = 36
@@ -109,7 +109,7 @@ def write_html(
             script=script,
             digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             title=f"{records[0].cell.model} on {records[0].cell.data}",
-            about=f"{about(records)}, {records[0].cell.size} images, batches of {records[0].cell.batch_size}",
+            about=f"{about(records)}, {images(records[0].cell)}, batches of {records[0].cell.batch_size}",
             seeds=sorted({r.cell.seed for r in records}),
             scores=scores_note(records),
             finding=_finding(records, judged, found.pieces, folder.failures()),

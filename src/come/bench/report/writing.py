@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from come.bench.cell import Cell
 from come.bench.protocols import Outcome
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import one_configuration
@@ -93,7 +94,7 @@ def write_report(
     skipped = f"; {bad} images could not be read and were skipped" if bad else ""
     lines += [
         "",
-        f"{len(records)} cells, {cell.size} images each, batch {cell.batch_size}, seeds {seeds}{skipped}.",
+        f"{len(records)} cells, {images(cell)} each, batch {cell.batch_size}, seeds {seeds}{skipped}.",
         "",
         "## Made with",
         "",
@@ -110,6 +111,17 @@ def _protocol(outcome: Outcome) -> tuple[str, str]:
     """What No Adapt reached, and the protocol."""
     said = str(outcome)
     return f"{said[0].upper()}{said[1:]}.", outcome.protocol.paragraph()
+
+
+def images(cell: Cell) -> str:
+    """How many images a cell used; of how many, and which, where these are not all.
+
+    >>> images(Cell(method="tent", objective="em", size=1000, total=50_000))
+    '1000 of 50000 images (spread over the classes by the seed, the same for every method)'
+    """
+    if cell.total is None:
+        return f"{cell.size} images"
+    return f"{cell.size} of {cell.total} images (spread over the classes by the seed, the same for every method)"
 
 
 def about(records: Sequence[Record]) -> str:
