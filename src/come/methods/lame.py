@@ -91,6 +91,7 @@ class LAME(Method):
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """Predict, then let neighbours agree."""
+        self.check(ctx, x, False)
         features, logits = ctx.features(x)
         w = self._affinities(F.normalize(exact(features), dim=1))
         return self._assign(exact(logits).softmax(dim=1), w)
