@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -336,7 +337,9 @@ class Fails(TinyClassifier):
 OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
 
 
-@pytest.mark.parametrize("error", [OUT_OF_MEMORY("no memory"), RuntimeError("a bug"), ValueError("mode"), IndexError("i")])
+@pytest.mark.parametrize(
+    "error", [OUT_OF_MEMORY("no memory"), RuntimeError("a bug"), ValueError("mode"), IndexError("i")]
+)
 @pytest.mark.parametrize("shape", [(8, 192), (8, 3, 8), (8, 3, 8, 8)])
 @pytest.mark.parametrize("call", [lambda adapter, x: adapter.predict(x), lambda adapter, x: adapter.step(x)])
 def test_an_error_of_the_model_stays_what_it_is(error, shape, call):
@@ -353,6 +356,8 @@ def test_a_single_image_is_told_to_be_a_batch(kind):
     adapter = come.adapt(TinyClassifier(NORMS[kind]), "tent")
     with pytest.raises((come.InputError, RuntimeError)) as caught:
         adapter(batches(1)[0][0])
+    if not isinstance(caught.value, come.InputError) and sys.version_info < (3, 11):
+        pytest.skip("notes on errors are new in Python 3.11")
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "(3, 8, 8)" in said
     assert "x[None]" in said
@@ -370,7 +375,9 @@ def test_an_objective_beside_one_is_refused(objective):
     assert repr(come.adapt(model, "tent", objective=objective).method.objective) == repr(come.objectives.get(objective))
 
 
-@pytest.mark.parametrize("streams", [None, 1.5, [["a"]] * 12, torch.zeros(12, 2), torch.rand(12), {"a": 1}, [None] * 12])
+@pytest.mark.parametrize(
+    "streams", [None, 1.5, [["a"]] * 12, torch.zeros(12, 2), torch.rand(12), {"a": 1}, [None] * 12]
+)
 @pytest.mark.parametrize("way", ["step", "predict", "answer", "abstains"])
 def test_streams_that_name_nothing(streams, way):
     fleet = come.Fleet(TinyClassifier(NORMS["layer"]), "tent", streams=["a"])

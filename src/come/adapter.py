@@ -55,7 +55,10 @@ expected to cost less than a forward and a backward of all."""
 READS = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer"})
 """Methods of a model that an adapter has, too: they give the source model's tensors, and run nothing."""
 MOVES = frozenset(
-    {*("float", "double", "half", "bfloat16", "type"), *("cpu", "cuda", "xpu", "ipu", "mtia", "share_memory", "requires_grad_")}
+    {
+        *("float", "double", "half", "bfloat16", "type"),
+        *("cpu", "cuda", "xpu", "ipu", "mtia", "share_memory", "requires_grad_"),
+    }
 )
 """Methods of a model that change it and return it, as `to`: those of an adapter do the same, and return the adapter."""
 

@@ -670,7 +670,9 @@ class Fleet:
             streams = [streams] * size
         names = streams.tolist() if isinstance(streams, Tensor) else streams
         if isinstance(names, Mapping) or not isinstance(names, Iterable):
-            raise InputError(f"streams must be the name of a stream for each of the {size} samples, got {shown(streams)}")
+            raise InputError(
+                f"streams must be the name of a stream for each of the {size} samples, got {shown(streams)}"
+            )
         names = list(names)
         if len(names) != size:
             raise InputError(f"streams must name the stream of each of the {size} samples, got {len(names)} names")

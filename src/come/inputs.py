@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from come.errors import InputError, require, shown, unknown
+from come.errors import InputError, require, unknown
 from come.trees import leaves
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -132,11 +132,11 @@ class Arguments:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Read a call; a single mapping stands for keyword arguments, a single tuple or list for positional ones."""
-        if len(args) == 1 and not kwargs:
-            if isinstance(args[0], Mapping):
-                args, kwargs = (), dict(args[0])
-            elif isinstance(args[0], (tuple, list)):
-                args = tuple(args[0])
+        only = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(only, Mapping):
+            args, kwargs = (), dict(only)
+        elif isinstance(only, (tuple, list)):
+            args = tuple(only)
         x = Inputs(args, kwargs)
         names = {key: self._key(key) for key, value in x.items() if any(t.ndim for t in leaves(value))}
         if self._said is None and len(names) > 1 and not (self._tokens and TOKENS.issuperset(names.values())):

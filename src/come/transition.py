@@ -121,18 +121,13 @@ class Transition:
         """Logits and which samples could be answered, without adapting; `count` is None where it must not matter."""
         ctx, x, _ = self._judged(how, before, x, count)
         self._remembering(before, ctx, x)
-        if how.resting:
-            logits = ctx.forward(x, self.source, statistics=None)
-        else:
-            logits = self.method.predict(ctx, x).detach()
+        logits = ctx.forward(x, self.source, statistics=None) if how.resting else self.method.predict(ctx, x)
         if self.guard is None:
             return Step(logits)
         valid = ctx.valid & answered(logits)
         return Step(cleaned(logits, valid, None, None, ctx.ok)[0], valid=valid)
 
-    def _judged(
-        self, how: How, before: Before, x: Inputs, count: int | None
-    ) -> tuple[Context, Inputs, Tensor | None]:
+    def _judged(self, how: How, before: Before, x: Inputs, count: int | None) -> tuple[Context, Inputs, Tensor | None]:
         """What every call of a method begins with: the context, the batch without invalid samples, and the new history."""
         history = before.history
         if self.guard is not None and history is not None:
