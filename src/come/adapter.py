@@ -702,6 +702,7 @@ class Adapter:
 
         So with mixed and batch an answer depends on the other samples of its batch, as in `predict`; for one that does not,
         adapt with statistics="source". `precision`, `compile` and `channels_last` are ways to run a model, and are not in it.
+        Nor is the guard: an invalid sample, which `predict` masks, is answered, and spoils the statistics of its batch.
 
         Args:
             path: write it to a file, too: NAME.pt2 for `torch.export.load`, NAME.onnx for ONNX Runtime and others (needs the
