@@ -193,7 +193,7 @@ def main() -> None:
     first: Any = None
     for way, classifier in ways.items():
         wanted = [abstain.Wanted(risk=risk, delta=args.delta, score=args.score) for risk in risks]
-        calibration = abstain.scored(data.calibration(), classifier.predict, classifier.method.objective, wanted[0])
+        calibration = abstain.scored(data.calibration(), classifier.answer, classifier.method.objective, wanted[0])
         first = first or (wanted, *calibration)
         promises[way] = []
         for one in wanted:  # what `calibrate` does, with one pass over the data for all risks

@@ -330,3 +330,12 @@ def test_wide_tables_are_cut_to_the_terminal():
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "…" not in text
     assert text.count("±") == 4 * 17
+
+
+def test_too_few_samples_for_a_setting(tmp_path, monkeypatch, capsys):
+    arguments = ("bench", "--methods", "source", "--corruptions", "fog", "--setting", "recurring", "--limit")
+    code, _, err = call(monkeypatch, capsys, *arguments, "5", "--out", str(tmp_path / "run"))
+    said = " ".join(err.split())
+    assert code
+    assert "5 samples are too few for the recurring setting" in said
+    assert "--limit" in said

@@ -183,7 +183,7 @@ class Named(nn.Module):
 
 @WARNS
 def test_a_mapping_of_arguments(tmp_path):
-    classifier = come.adapt(Named(), "tent", lr=0.1)
+    classifier = come.adapt(Named(), "tent", lr=0.1, per_sample=("pixel_values",))
     scale = torch.tensor([2.0])
     classifier(pixel_values=stream(16), scale=scale)
     alone = classifier.export(tmp_path / "model.pt2", {"pixel_values": stream(2), "scale": scale})

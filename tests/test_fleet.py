@@ -205,8 +205,8 @@ def test_arguments_by_name_and_shared_ones():
             return {"logits": self.inner(pixel_values) + table * scale}
 
     model = Named().double()
-    fleet = come.Fleet(model, "tent", streams=2, lr=0.1)
-    adapters = {n: come.adapt(model, "tent", lr=0.1) for n in "01"}
+    fleet = come.Fleet(model, "tent", streams=2, lr=0.1, per_sample=("pixel_values",))
+    adapters = {n: come.adapt(model, "tent", lr=0.1, per_sample=("pixel_values",)) for n in "01"}
     table = torch.randn(3, dtype=torch.float64)
     for _ in range(3):
         x = torch.randn(4, 4, dtype=torch.float64)

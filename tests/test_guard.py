@@ -270,7 +270,7 @@ def test_what_all_samples_share_reaches_the_source_too():
         def forward(self, x, mask):
             return super().forward(x) * mask[:KINDS]
 
-    adapter = come.adapt(Masked(), "tent", lr=1e-4)
+    adapter = come.adapt(Masked(), "tent", lr=1e-4, per_sample=["x"])
     for x in torch.cat(stream(44)).split(128):
         adapter(x, torch.ones(50))
     assert adapter.health()["healthy"] == 2

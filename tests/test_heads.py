@@ -11,7 +11,7 @@ from come.batchnorm import by_group, by_selection, following, mixed
 from come.borrowed import Borrowed
 from come.heads import Head
 from come.images import Normalization
-from come.inputs import Inputs
+from come.inputs import Arguments, Inputs
 from come.select import BATCH_NORMS, nothing
 
 
@@ -152,7 +152,7 @@ def test_bad_normalizations(bad):
 
 def test_images_in_a_batch_and_others_in_their_place():
     given = {"pixel_values": torch.zeros(2, 3, 4, 4), "mask": torch.tensor([[1, 0], [0, 1]]), "flag": True}
-    x = Inputs.of(given)
+    x = Arguments(per_sample=("pixel_values", "mask")).of((given,), {})
     assert x.image("test") is given["pixel_values"]
     views = x.with_image(torch.ones(6, 3, 4, 4)).kwargs
     assert views["pixel_values"].shape == (6, 3, 4, 4)
@@ -160,7 +160,7 @@ def test_images_in_a_batch_and_others_in_their_place():
     assert views["flag"] is True
     assert x.take(slice(1, 2)).kwargs["mask"].tolist() == [[0, 1]]
     with pytest.raises(come.InputError, match=r"test needs images, .* got \(2, 3, 4, 4\), \(2, 3, 4, 4\)"):
-        Inputs.of(torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)).image("test")
+        Arguments(per_sample=(0, 1)).of((torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4)), {}).image("test")
 
 
 # ---- BatchNorm ----

@@ -26,7 +26,7 @@ from come import Guard
 from come.guard.samples import judge, no_history
 from come.guard.verdict import Verdict, compare, judged, misled
 from come.guard.watch import CHECKS, LAG, Watch, send
-from come.inputs import Inputs
+from come.inputs import Arguments
 from come.method import Context
 from come.testing import NORMS, TinyClassifier, batches
 
@@ -621,7 +621,7 @@ class Takes(nn.Module):
 
 @pytest.mark.parametrize("where", ["mask", "table"])
 def test_only_samples_are_judged(where):
-    adapter = come.adapt(Takes(), "tent")
+    adapter = come.adapt(Takes(), "tent", per_sample=("x", "mask"))
     x = torch.randn(8, 6)
     mask = torch.where(torch.rand(8, 6) < 0.3, -math.inf, 0.0)
     table = torch.tensor([[math.nan, -math.inf, 1e30]] * 3)
@@ -634,7 +634,7 @@ def test_only_samples_are_judged(where):
 def test_what_is_not_per_sample_reaches_the_model_as_it_is():
     x, table = torch.randn(8, 6), torch.full((3, 3), math.nan)
     x[1] = math.inf
-    given, valid, _ = judge(Inputs.of(x, table=table), no_history(x.device), 1e6)
+    given, valid, _ = judge(Arguments(per_sample=(0,)).of((x,), {"table": table}), no_history(x.device), 1e6)
     assert given.kwargs["table"] is table
     assert valid.tolist() == [i != 1 for i in range(8)]
 

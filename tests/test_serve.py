@@ -260,21 +260,21 @@ def test_after_answers_first_and_adapts_to_the_same_samples():
 
 
 def test_after_lets_who_waits_go_first_but_not_the_same_tenant(monkeypatch):
-    calls, real = [], (come.Fleet.step, come.Fleet.predict)
+    calls, real = [], (come.Fleet.step, come.Fleet.answer)
     monkeypatch.setattr(come.Fleet, "step", lambda *a: calls.append(("step", *a[2])) or real[0](*a))
-    monkeypatch.setattr(come.Fleet, "predict", lambda *a: calls.append(("predict", *a[2])) or real[1](*a))
+    monkeypatch.setattr(come.Fleet, "answer", lambda *a: calls.append(("answer", *a[2])) or real[1](*a))
     with make(adapt="after", max_wait=0.2) as service:
         calls.clear()
         futures = [service.ask("predict", name, X[0][:1]) for name in "aba"]
         for future in futures:
             future.result()
-    assert calls[:3] == [("predict", "a", "b"), ("step", "a"), ("predict", "a")]
+    assert calls[:3] == [("answer", "a", "b"), ("step", "a"), ("answer", "a")]
     assert sorted(calls[3:]) == [("step", "a"), ("step", "b")]
     with make(adapt="after", max_wait=0.2, max_batch=4) as service:
         calls.clear()
         for future in [service.ask("predict", name, X[0][:1]) for name in "abcde"]:
             future.result()
-    assert calls[:2] == [("predict", *"abcd"), ("step", *"abcd")]  # as many as are run together
+    assert calls[:2] == [("answer", *"abcd"), ("step", *"abcd")]  # as many as are run together
 
 
 def test_after_adapts_before_a_tenant_is_evicted(tmp_path):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from come.errors import ConfigError, InputError, require, require_number, shown, unknown
 from come.inputs import UNKNOWN, answered, exact
+from come.method import Step
 from come.objectives import Objective, Opinion, Softmax
 
 SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
@@ -349,13 +350,13 @@ def labelled(batch: Any) -> tuple[Any, Tensor | None]:
 
 
 def scored(
-    data: Iterable[Any], predict: Callable[[Any], Tensor], objective: Objective, wanted: Wanted
+    data: Iterable[Any], answer: Callable[[Any], Step], objective: Objective, wanted: Wanted
 ) -> tuple[Tensor, Tensor | None]:
     """Scores (N,) of calibration samples, and which of their predictions are wrong (N,), if that is asked for.
 
     Args:
         data: batches x or (x, y); y is -1 for an outlier, which no answer is right for.
-        predict: gives the logits (B, K) of a batch.
+        answer: gives the logits (B, K) of a batch, and which samples are valid.
         objective: whose confidence it is.
         wanted: which score, and whether labels are needed.
     """
@@ -367,11 +368,12 @@ def scored(
                 "data must be batches (x, y) with y (B,) the integer labels, since a risk needs labels, got "
                 f"{shown(batch)}; without labels ask for a coverage"
             )
-        logits = predict(x)
-        bad = int((~answered(logits)).sum())
+        logits, _, _, valid, _ = answer(x)
+        bad = int((~answered(logits) if valid is None else ~valid).sum())
         if bad:
             raise InputError(
-                f"calibration samples must have finite logits, got {bad} of {len(logits)} without; fix the data"
+                f"calibration samples and their logits must be finite and not absurdly large, got {bad} of {len(logits)} that "
+                "are not; fix the data"
             )
         scores.append(SCORES[wanted.score](objective, logits))
         if wanted.risk is not None and y is not None:

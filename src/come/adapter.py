@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
-from come.inputs import Input, Inputs, checked
+from come.inputs import Input, Inputs, Key
 from come.locks import ModelLock
 from come.method import Context, Frozen, Method, Step, Written, undo, untracked
 from come.objectives import Objective
@@ -50,6 +51,16 @@ log = logging.getLogger("come.guard")
 FEW = 0.4
 """If a smaller share of the samples drove the last update, a forward without a gradient and one of those samples with it are
 expected to cost less than a forward and a backward of all."""
+
+READS = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer"})
+"""Methods of a model that an adapter has, too: they give the source model's tensors, and run nothing."""
+MOVES = frozenset(
+    {
+        *("float", "double", "half", "bfloat16", "type"),
+        *("cpu", "cuda", "xpu", "ipu", "mtia", "share_memory", "requires_grad_"),
+    }
+)
+"""Methods of a model that change it and return it, as `to`: those of an adapter do the same, and return the adapter."""
 
 T = TypeVar("T")
 Callback = Callable[["Adapter", Step], None]
@@ -103,6 +114,7 @@ class Adapter:
         guard: Guard | None = None,
         mode: Mode | None = None,
         ranks: Ranks | None = None,
+        per_sample: Collection[Key] | None = None,
     ) -> None:
         if ranks is not None:
             ranks.check_model(model, method.name, method.undivided)
@@ -115,6 +127,7 @@ class Adapter:
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
+        self._per_sample = per_sample
         self._promise: Promise | None = None
         self._ranks = ranks
         self._fingerprint: tuple[list[Any], bytes] | None = None
@@ -139,7 +152,7 @@ class Adapter:
     def _borrow(self, select: Selector, mode: Mode) -> None:
         """What belongs to this model and to this process: it is made anew for a copy."""
         method = self.method
-        self._borrowed = Borrowed(self.model, select, method.name, method.descends, mode)
+        self._borrowed = Borrowed(self.model, select, method.name, method.descends, mode, self._per_sample)
         rule = None
         if self._borrowed.parameters:
             rule = optim.get(method.optimizer, self._borrowed.split, self._borrowed.join)
@@ -161,6 +174,10 @@ class Adapter:
         """Adapt to a batch and return its logits (B, K); the arguments are those of the model."""
         return self.step(*args, **kwargs).logits
 
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same: of a `torch.nn.Module` people call this, too."""
+        return self(*args, **kwargs)
+
     def step(self, *args: Any, **kwargs: Any) -> Step:
         """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered."""
         x, own = self._batch(args, kwargs)
@@ -173,7 +190,7 @@ class Adapter:
                 moment, out, events = self._advance(self._now, x)
                 self._now = moment
                 self._tell(events)
-                out = out if own is None else Step(*(None if value is None else value[own] for value in out))  # type: ignore[arg-type]
+                out = _own(out, own)
                 self._call_back(out)
                 return out
             except BaseException:
@@ -190,26 +207,29 @@ class Adapter:
 
     @untracked()
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Logits (B, K) of a batch without adapting to it: nothing changes."""
+        """Logits (B, K) of a batch without adapting to it: nothing changes.
+
+        The guard judges samples as in a step: an invalid one does not touch the others, and its own logits are all -1e4.
+        """
+        return self.answer(*args, **kwargs).logits
+
+    @untracked()
+    def answer(self, *args: Any, **kwargs: Any) -> Step:
+        """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
         x, own = self._batch(args, kwargs)
         with self._lock, self._together():
             self._check_open()
             self._follow()
+            out, known = self._answered(self._now, x), self._now.abstention
+            if known is not None:
+                abstain = abstains(known.promise, self._objective, out.logits, known.threshold, out.valid)
+                out = out._replace(abstain=abstain)
+            return _own(out, own)
 
-            logits = self._predicted(self._now, x)
-            return logits if own is None else logits[own]
-
-    def _predicted(self, now: Moment, x: Inputs) -> Tensor:
-        def run() -> Tensor:
-            ctx = self._context(now, x.size)
-            if now.state is None:
-                ctx.state = self.method.initial_state(ctx, x)
-            if now.watch is not None and self._resting(now.watch):
-                return ctx.forward(x, self._core.source, statistics=None)
-            with torch.no_grad():
-                return self.method.predict(ctx, x).detach()
-
-        return self._running(run)
+    def _answered(self, now: Moment, x: Inputs) -> Step:
+        self._core.seed(now.count)
+        how, before = self._how(now), self._before(now, x.size)
+        return self._running(lambda: self._core.answered(how, before, x, now.count))
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
@@ -271,7 +291,7 @@ class Adapter:
             self._borrowed.ranks = None  # each by itself
             try:
                 scores, wrong = scored(
-                    data, lambda x: self._predicted(first, checked(Inputs.of(x))), self._objective, wanted
+                    data, lambda x: self._answered(first, self._borrowed.read((x,))), self._objective, wanted
                 )
             finally:
                 self._borrowed.ranks = self._ranks
@@ -296,7 +316,7 @@ class Adapter:
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, slice | None]:
         """The batch, checked; on several ranks that of all of them, and which samples of it came from this one."""
         if self._ranks is None:
-            return checked(Inputs.of(*args, **kwargs)), None
+            return self._borrowed.read(args, kwargs), None
         with self._lock, untracked(), self._together():
             self._follow()
             now = self._now
@@ -306,7 +326,7 @@ class Adapter:
                 """What only one rank may refuse is looked for here, so that all ranks hear of it."""
                 self._check_open()
                 self._borrowed.check_unchanged()
-                return checked(Inputs.of(*args, **kwargs), empty=True)
+                return self._borrowed.read(args, kwargs, empty=True)
 
             return self._ranks.batch(read, now.count, state, self._device)
 
@@ -585,9 +605,12 @@ class Adapter:
         self.close()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast the model; what the adapter remembers follows."""
+        """Move or cast the model; what the adapter remembers follows. So do `cuda`, `cpu`, `half` and the others in `MOVES`."""
+        return self._moved("to", *args, **kwargs)
+
+    def _moved(self, name: str, *args: Any, **kwargs: Any) -> Self:
         with self._lock:
-            self.model.to(*args, **kwargs)
+            getattr(self.model, name)(*args, **kwargs)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -599,10 +622,22 @@ class Adapter:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Other public attributes are those of the model, so that an adapter can stand where a model stood."""
+        """Other public attributes are those of the model, so that an adapter can stand where a model stood.
+
+        Not so its methods, which would run the model without adaptation, or return it: only those in `READS` and `MOVES` are
+        there.
+        """
         if name.startswith("_") or "model" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.model, name)
+        value = getattr(self.model, name)
+        if name in MOVES:
+            return partial(self._moved, name)
+        if getattr(value, "__self__", None) is self.model and name not in READS:
+            raise AttributeError(
+                f"{name}() is a method of the unadapted {type(self.model).__name__}, and not of its adapter; if that is meant, "
+                f"call it as classifier.model.{name}()"
+            )
+        return self if value is self.model else value
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a lock and a generator cannot be copied, and are made anew."""
@@ -668,6 +703,7 @@ class Adapter:
 
         So with mixed and batch an answer depends on the other samples of its batch, as in `predict`; for one that does not,
         adapt with statistics="source". `precision`, `compile` and `channels_last` are ways to run a model, and are not in it.
+        Nor is the guard: an invalid sample, which `predict` masks, is answered, and spoils the statistics of its batch.
 
         Args:
             path: write it to a file, too: NAME.pt2 for `torch.export.load`, NAME.onnx for ONNX Runtime and others (needs the
@@ -689,7 +725,7 @@ class Adapter:
             >>> torch.allclose(alone(x), classifier.predict(x), atol=1e-5), type(alone[1]).__name__
             (True, 'OnBatch')
         """
-        file, given = None if path is None else Path(path), None if example is None else checked(Inputs.of(example))
+        file, given = None if path is None else Path(path), None if example is None else self._borrowed.read((example,))
         if file is not None:
             exporting.check(file, given)
         require(file is not None or given is None, "path", path, "a file, where there is an example")
@@ -727,16 +763,22 @@ class Adapter:
         )
 
 
+def _own(out: Step, rows: slice | None) -> Step:
+    """What a step returns for some samples; None: for all."""
+    return out if rows is None else Step(*(None if value is None else value[rows] for value in out))  # type: ignore[arg-type]
+
+
 def adapt(
     model: nn.Module,
     method: str | type[Method] | Method = "tent",
     *,
-    objective: str | Objective = "come",
+    objective: str | Objective | None = None,
     guard: bool | Guard = True,
     precision: Precision = "float32",
     compile: bool = False,
     channels_last: bool = False,
     ranks: bool | ProcessGroup = False,
+    per_sample: Collection[str | int] | None = None,
     **hyperparameters: Any,
 ) -> Adapter:
     r"""Put test-time adaptation around a classifier.
@@ -752,7 +794,8 @@ def adapt(
             not changed.
         method: a name (`come.methods.names()`), also with hyperparameters as in "tent:lr=5e-4", a subclass of `come.Method`,
             or a method that was made, such as `come.methods.Tent(lr=5e-4, objective="em")`.
-        objective: "come", "em", or a `come.Objective`; a method that was made has its own.
+        objective: a name (`come.objectives.names()`) or a `come.Objective`; None is the one that the method was made for: "come",
+            and "invariant" for Steady. A `Method` instance has its own.
         guard: filter invalid inputs, reject bad updates, detect and undo collapse; False for the bare method, a `come.Guard`
             for a policy of your own.
         precision: "float32" (as the model and torch are set), "tf32", or "bf16"; the objective and the adapted weights are in
@@ -764,6 +807,8 @@ def adapt(
         ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls
             the adapter with samples of its own at the same time, and together they adapt as one process does that is called
             with all of these, in the order of the ranks. False: each process for itself.
+        per_sample: for a model that is called with several tensors: names or positions of the arguments with one entry per
+            sample, e.g. ("tokens", "mask"); all samples share the others. What a tokenizer of transformers returns is known.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the method's default is used, and the repr of the
             result says which.
 
@@ -782,16 +827,14 @@ def adapt(
     """
     if not isinstance(guard, (bool, Guard)):
         raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
+    hyperparameters |= {} if objective is None else {"objective": objective}
     if isinstance(method, Method):
-        given = [*hyperparameters, *(["objective"] if objective != "come" else [])]
-        if given:
+        if hyperparameters:
             raise ConfigError(
-                f"{', '.join(given)} given beside a method that was made; put it into {type(method).__name__}()"
+                f"{', '.join(hyperparameters)} cannot be combined with a Method instance; pass it to {type(method).__name__}()"
             )
         made = method
     else:
-        if objective != "come" or not (isinstance(method, str) and ":objective=" in method):
-            hyperparameters["objective"] = objective
         made = methods.make(method, **hyperparameters)
     mode = Mode(precision, compile, channels_last)
-    return Adapter(model, made, Guard() if guard is True else guard or None, mode, Ranks.of(ranks))
+    return Adapter(model, made, Guard() if guard is True else guard or None, mode, Ranks.of(ranks), per_sample)

@@ -8,7 +8,7 @@ called at any time, any number of times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -26,8 +26,8 @@ from come.batchnorm import (
     unit_statistics,
 )
 from come.by_stream import Block
-from come.errors import ComeError, ConfigError, InputError, ModelError, shown
-from come.inputs import Inputs, expected_dims
+from come.errors import ConfigError, InputError, ModelError, shown
+from come.inputs import Arguments, Inputs, Key, checked, expected_dims
 from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
 from come.select import BATCH_NORMS, Selector, is_norm
 
@@ -56,12 +56,19 @@ class Borrowed:
         method: name of the method, for messages.
         descends: whether there must be any.
         mode: how the model is run.
+        per_sample: its arguments with one entry per sample, see `come.inputs.Arguments`.
     """
 
     def __init__(
-        self, model: nn.Module, select: Selector, method: str, descends: bool, mode: Mode | None = None
+        self,
+        model: nn.Module,
+        select: Selector,
+        method: str,
+        descends: bool,
+        mode: Mode | None = None,
+        per_sample: Collection[Key] | None = None,
     ) -> None:
-        self.model, self.mode = model, mode or Mode()
+        self.model, self.mode, self._arguments = model, mode or Mode(), Arguments(model, per_sample)
         self.parameters = _selected(model, select, method, descends)
         """The adapted parameters by name, the user's own."""
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
@@ -182,6 +189,10 @@ class Borrowed:
         found = cast("Iterable[nn.BatchNorm2d]", self.norms.values())
         return [Layer(m, i, m.running_mean, m.running_var, self.part) for i, m in enumerate(found)]
 
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, empty: bool = False) -> Inputs:
+        """The arguments of a call as a batch, checked; `empty`: whether it may hold no sample."""
+        return checked(self._arguments.of(args, kwargs or {}), empty)
+
     def prepare(self) -> None:
         """For the length of a step: evaluation mode, and no gradients for what does not adapt. `give_back` ends it."""
         for module in self._modules:
@@ -232,7 +243,9 @@ class Borrowed:
                 share = statistics.share if isinstance(statistics, mixed) else None
                 return self._stand_in(rule)(given, self.mode.images(x), share)
         except (RuntimeError, ValueError, IndexError) as error:
-            raise self._explained(error, x) from error
+            if (explained := self._explained(error, x)) is error:
+                raise
+            raise explained from error
 
     def call_streams(self, x: Inputs, weights: Sequence[Tensor], blocks: Sequence[Block]) -> Any:
         """The same for many streams.
@@ -249,7 +262,9 @@ class Borrowed:
             with self.mode.rounding(self.device):
                 return self._stand_in("streams")(given, self.mode.images(x), blocks=tuple(blocks))
         except (RuntimeError, ValueError, IndexError) as error:
-            raise self._explained(error, x) from error
+            if (explained := self._explained(error, x)) is error:
+                raise
+            raise explained from error
 
     def _by_stream(self, weights: Tensor) -> list[Tensor]:
         """The vectors (n, P) -> (n, ...) for each adapted parameter."""
@@ -395,19 +410,24 @@ class Borrowed:
             self._hooks.pop()
 
     def _explained(self, error: Exception, x: Inputs) -> Exception:
-        """The model's error, in words of ours where the batch explains it."""
-        expected = expected_dims(self.model)
-        only = x.args[0] if len(x.args) == 1 and not x.kwargs else None
-        if isinstance(only, Tensor) and expected is not None and only.ndim != expected:
-            return InputError(
-                f"the model's convolutions take {expected} dimensions, the batch first, got {only.ndim}, shape "
-                f"{tuple(only.shape)}; for a single image pass x[None]"
-            )
-        if isinstance(error, ValueError) and not isinstance(
-            error, ComeError
-        ):  # a norm layer with one value per channel
-            return InputError(f"{type(self.model).__name__} cannot take a batch of this shape: {error}")
+        """What to raise for an error of the model: itself, or an `InputError` where a layer of torch refuses a shape."""
+        shapes = ", ".join(str(tuple(value.shape)) for value in x.per_sample())
+        expected, first = expected_dims(self.model), x.per_sample()[0]
+        hint = "; if this is a single image, pass x[None]" if expected == first.ndim + 1 else ""
+        said = f"{type(self.model).__name__} was called with a batch of shape {shapes}{hint}"
+        if isinstance(error, ValueError) and _raised_by_torch(error):  # such as a norm layer with one value per channel
+            return InputError(f"{error}; {said}")
+        if hint and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(said)
         return error
+
+
+def _raised_by_torch(error: Exception) -> bool:
+    """Whether the line that raised it is one of `torch.nn`: its layers raise a ValueError for the shape of their input."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.nn.")
 
 
 def _cut(part: Tensor, shape: torch.Size) -> Tensor:

@@ -17,7 +17,7 @@ from come.batchnorm import Layer, StatisticsRule, per_channel, unit_statistics
 from come.borrowed import Borrowed
 from come.errors import ConfigError, InputError, ModelError, missing, require
 from come.files import replacing, unwritable
-from come.inputs import Inputs, exact, is_per_sample, logits_of
+from come.inputs import Inputs, exact, logits_of
 from come.method import Frozen
 from come.running import replaced
 from come.transition import PRIOR
@@ -151,7 +151,7 @@ def write(model: nn.Module, path: Path, example: Inputs) -> None:
     check(path, example)
     size = example.size
     batch = torch.export.Dim("batch", min=1)
-    free = example.map(lambda value: {0: batch} if is_per_sample(value, size) else None)
+    free = example.map_samples(lambda _: {0: batch}, lambda _: None)
     shapes = ({"args": free.args} if free.args else {}) | ({"kwargs": free.kwargs} if free.kwargs else {})
     single = _Logits(model)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from come.errors import ComeError, ConfigError, InputError, StateError, shown
 from come.files import replacing
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, to_host
-from come.inputs import Inputs, checked, is_per_sample, logits_of
+from come.inputs import Inputs, logits_of
 from come.many import Many, Stack
 from come.meeting import Meeting
 from come.method import Method, Step, untracked
@@ -110,6 +110,7 @@ class Fleet:
         precision: as in `come.adapt`.
         compile: as in `come.adapt`: each number of streams and of samples is a shape of its own, so it pays where these repeat.
         channels_last: as in `come.adapt`.
+        per_sample: as in `come.adapt`.
         **hyperparameters: what the method takes; of all streams, see `open` for one.
 
     Example:
@@ -125,7 +126,7 @@ class Fleet:
         model: nn.Module,
         method: str | type[Method] | Method = "tent",
         *,
-        objective: str | Objective = "come",
+        objective: str | Objective | None = None,
         streams: int | Sequence[Name] = (),
         resident: int | None = None,
         folder: str | PathLike[str] | None = None,
@@ -133,6 +134,7 @@ class Fleet:
         precision: Precision = "float32",
         compile: bool = False,
         channels_last: bool = False,
+        per_sample: Sequence[Name] | None = None,
         **hyperparameters: Any,
     ) -> None:
         names = _names(streams)
@@ -154,6 +156,7 @@ class Fleet:
             precision=precision,
             compile=compile,
             channels_last=channels_last,
+            per_sample=per_sample,
             **hyperparameters,
         )
         """An adapter whose moment is that of whichever stream is looked at."""
@@ -197,7 +200,7 @@ class Fleet:
             x: a batch (B, ...), or a tuple or mapping of the model's arguments.
             streams: the name of the stream of each sample, or one name for all.
         """
-        inputs = checked(Inputs.of(x))
+        inputs = self._one._borrowed.read((x,))
         with self._one._lock:
             rows = self._ready(streams, inputs.size)
             first = any(self._moment(name).state is None for name in rows)
@@ -217,13 +220,20 @@ class Fleet:
 
     @untracked()
     def predict(self, x: Any, streams: Any) -> Tensor:
-        """Logits (B, K) of a batch without adapting to it: nothing changes."""
-        inputs = checked(Inputs.of(x))
+        """Logits (B, K) of a batch without adapting to it: nothing changes. See `answer` for which are valid."""
+        return self.answer(x, streams).logits
+
+    @untracked()
+    def answer(self, x: Any, streams: Any) -> Step:
+        """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
+        inputs = self._one._borrowed.read((x,))
         with self._one._lock:
             rows = self._ready(streams, inputs.size)
             parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
             found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
-            return _in_order([(rows, step) for _, rows, step in found], inputs.size).logits
+            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
+            calibrated = all(part.now.abstention is not None for part in parts)
+            return out._replace(abstain=self._below(out.logits, rows)) if calibrated else out
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
@@ -261,13 +271,15 @@ class Fleet:
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
         with self._one._lock, untracked():
-            rows = self._ready(streams, len(logits))
-            found = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-            for name, mine in rows.items():
-                with self._as(self._streams[name]):
-                    at = index(mine, logits.device)
-                    found[at] = self._one.abstains(logits[at])
-            return found
+            return self._below(logits, self._ready(streams, len(logits)))
+
+    def _below(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
+        found = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        for name, mine in rows.items():
+            with self._as(self._streams[name]):
+                at = index(mine, logits.device)
+                found[at] = self._one.abstains(logits[at])
+        return found
 
     # ---- one step ----
 
@@ -322,9 +334,7 @@ class Fleet:
         before = self._before(how, parts, size)
         if before.state is None and "classes" not in self._one._core.fixed:  # found once, by one stream
             self._one._context(self._one._now, size).classes(mine.take(slice(0, size)))
-        many = mine.map(
-            lambda value: value.view(len(parts), size, *value.shape[1:]) if is_per_sample(value, mine.size) else value
-        )
+        many = mine.map_samples(lambda value: value.view(len(parts), size, *value.shape[1:]))
         return _Group(parts, rows, before, many)
 
     def _ran(self, how: How, group: _Group, adapts: bool) -> After:
@@ -335,7 +345,7 @@ class Fleet:
         step.begin(one._core, [(part.now.count, part.method) for part in group.parts])
         try:
             if not adapts:
-                return After(group.before.weights, {}, {}, Step(step.predicted(how, group.before, group.x)))
+                return After(group.before.weights, {}, {}, step.answered(how, group.before, group.x))
             if compiled:
                 return self._steps.run(how, group.before, group.x, 0, lambda run: run())
             return step(how, group.before, group.x, 0)
@@ -400,14 +410,14 @@ class Fleet:
         if self._proven or not self._one._borrowed.parameters:
             return
         borrowed, source = self._one._borrowed, self._one._core.source
-        pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device)).map(_usable)
+        pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device)).map_samples(_usable)
         stack = Stack(borrowed)
         with torch.no_grad():
             draw = torch.Generator(source.device).manual_seed(0)
             noise = torch.randn(2, len(source), generator=draw, device=source.device, dtype=source.dtype)
             weights = source * (1 + 0.3 * noise) + 0.1 * noise.flip(0)
-            apart = pair.map(lambda value: value[:, None] if is_per_sample(value, 2) else value)
-            both = over(lambda given, x: stack.call(x, given), weights, apart, 2, 1).flatten(0, 1).float()
+            apart = pair.map_samples(lambda value: value[:, None])
+            both = over(lambda given, x: stack.call(x, given), weights, apart).flatten(0, 1).float()
 
             def alone(i: int, given: Tensor) -> Tensor:
                 return logits_of(borrowed.call(pair.take(slice(i, i + 1)), given, None, ()), 1)[0].float()
@@ -658,13 +668,17 @@ class Fleet:
         """The rows of the batch by stream, in the order in which streams occur."""
         if isinstance(streams, (str, int)):
             streams = [streams] * size
-        names = streams.tolist() if isinstance(streams, Tensor) else list(streams)
+        names = streams.tolist() if isinstance(streams, Tensor) else streams
+        if isinstance(names, Mapping) or not isinstance(names, Iterable):
+            raise InputError(
+                f"streams must be the name of a stream for each of the {size} samples, got {shown(streams)}"
+            )
+        names = list(names)
         if len(names) != size:
             raise InputError(f"streams must name the stream of each of the {size} samples, got {len(names)} names")
         rows: dict[str, list[int]] = {}
         for i, name in enumerate(names):
-            key = name if name in self._streams else self._known(name)
-            rows.setdefault(key, []).append(i)
+            rows.setdefault(self._known(name), []).append(i)
         if self._resident is not None and len(rows) > self._resident:
             raise InputError(
                 f"the batch holds samples of {len(rows)} streams, and resident={self._resident} fit on the device; give "
@@ -769,8 +783,8 @@ def _names(streams: int | Sequence[Name]) -> list[str]:
         if isinstance(streams, bool) or streams < 0:
             raise ConfigError(f"streams must be names, or how many, at least 0; got {shown(streams)}")
         return [str(i) for i in range(streams)]
-    if isinstance(streams, str):
-        raise ConfigError(f"streams must be a list of names, or how many; got the text {shown(streams)}")
+    if isinstance(streams, (str, Mapping)) or not isinstance(streams, Iterable):
+        raise ConfigError(f"streams must be a list of names, or how many, got {shown(streams)}")
     return [_name(name) for name in streams]
 
 
@@ -793,9 +807,9 @@ def file_name(name: str) -> str:
     return f"{plain}.safetensors"
 
 
-def _usable(value: Any) -> Any:
+def _usable(value: Tensor) -> Tensor:
     """With 0 for what no model can answer."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not value.is_floating_point():
         return value
     return torch.where(value.abs() <= 1e6, value, 0)
 

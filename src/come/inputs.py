@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from come.errors import InputError
+from come.errors import InputError, require, unknown
+from come.trees import leaves
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """A batch as people write it: a tensor, or the arguments of the model as a tuple or a mapping."""
 UNKNOWN = -1e4
 """The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
+
+
+Key = int | str
+"""An argument of a call: its position, or its name."""
+TOKENS = frozenset({"input_ids", "input_values", "input_features", "attention_mask", "token_type_ids"})
+"""What tokenizers and feature extractors of transformers return: an entry per sample, by the convention of that library."""
 
 
 class Inputs(NamedTuple):
@@ -26,25 +34,25 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    samples: frozenset[Key] = frozenset()
+    """Which arguments are tensors with one entry per sample. All samples share the others."""
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Inputs:
-        """Read a call; a single mapping stands for keyword arguments, a single tuple or list for positional ones."""
-        if len(args) == 1 and not kwargs:
-            if isinstance(args[0], Mapping):
-                return cls((), dict(args[0]))
-            if isinstance(args[0], (tuple, list)):
-                return cls(tuple(args[0]), {})
-        return cls(args, kwargs)
+        """Read a call with one tensor; see `Arguments` for others."""
+        return Arguments().of(args, kwargs)
 
     @property
     def size(self) -> int:
-        """Number of samples: the length of the first batched tensor."""
-        for value in self.values():
-            if isinstance(value, Tensor) and value.ndim >= 1:
-                return value.shape[0]
+        """Number of samples."""
+        for value in self.per_sample():
+            return value.shape[0]
         given = ", ".join(type(value).__name__ for value in self.values()) or "nothing"
         raise InputError(f"the batch holds no tensor with a batch dimension, got {given}; pass a tensor (B, ...)")
+
+    def items(self) -> list[tuple[Key, Any]]:
+        """All arguments by position or name, positional ones first."""
+        return [*enumerate(self.args), *self.kwargs.items()]
 
     def values(self) -> list[Any]:
         """All arguments, positional ones first."""
@@ -52,27 +60,32 @@ class Inputs(NamedTuple):
 
     def map(self, change: Callable[[Any], Any]) -> Inputs:
         """Every argument replaced by what `change` makes of it."""
-        return Inputs(tuple(map(change, self.args)), {key: change(value) for key, value in self.kwargs.items()})
+        return self.map_samples(change, change)
+
+    def map_samples(self, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Inputs:
+        """Tensors with one entry per sample replaced by what `change` makes of them, and the rest by `other`."""
+        new = {key: (change if key in self.samples else other)(value) for key, value in self.items()}
+        kwargs = {name: new[name] for name in self.kwargs}
+        return Inputs(tuple(new[i] for i in range(len(self.args))), kwargs, self.samples)
 
     def per_sample(self) -> list[Tensor]:
-        """The tensors that have one entry per sample; tables and masks that all samples share are not among them."""
-        size = self.size
-        return [value for value in self.values() if is_per_sample(value, size)]
+        """The tensors that have one entry per sample."""
+        return [value for key, value in self.items() if key in self.samples]
 
     def take(self, chosen: slice | Tensor) -> Inputs:
         """Some of the samples; arguments that all samples share stay as they are.
 
         Example:
-            >>> some = Inputs.of(torch.zeros(4, 3), heads=torch.ones(12)).take(slice(0, 1))
+            >>> x = Arguments(per_sample=(0,)).of((torch.zeros(4, 3),), {"heads": torch.ones(4)})
+            >>> some = x.take(slice(0, 1))
             >>> some.args[0].shape, some.kwargs["heads"].shape
-            (torch.Size([1, 3]), torch.Size([12]))
+            (torch.Size([1, 3]), torch.Size([4]))
         """
-        size = self.size
-        return self.map(lambda value: value[chosen] if is_per_sample(value, size) else value)
+        return self.map_samples(lambda value: value[chosen])
 
     def image(self, who: str) -> Tensor:
         """The images (B, C, H, W); `who` needs them and is named in the error if there are none."""
-        found: list[Tensor] = [v for v in self.values() if _is_image(v)]
+        found: list[Tensor] = [v for v in self.per_sample() if _is_image(v)]
         if len(found) == 1:
             return found[0]
         shapes = ", ".join(str(tuple(value.shape)) for value in self.values() if isinstance(value, Tensor))
@@ -83,22 +96,103 @@ class Inputs(NamedTuple):
 
     def with_image(self, images: Tensor) -> Inputs:
         """Other images, (V * B, C, H, W) for any V, in place of these; other per-sample tensors are repeated V times."""
-        size = self.size
-        times = images.shape[0] // size
-
-        def other(value: Any) -> Any:
-            if _is_image(value):
-                return images
-            if is_per_sample(value, size):
-                return value.repeat(times, *[1] * (value.ndim - 1))
-            return value
-
-        return self.map(other)
+        times = images.shape[0] // self.size
+        return self.map_samples(
+            lambda value: images if _is_image(value) else value.repeat(times, *[1] * (value.ndim - 1))
+        )
 
 
-def is_per_sample(value: Any, size: int) -> bool:
-    """Whether it is a tensor with an entry for each of `size` samples."""
-    return isinstance(value, Tensor) and value.ndim >= 1 and len(value) == size
+class Arguments:
+    """Reads calls of a model: which arguments have one entry per sample.
+
+    A single tensor has. Of several tensors nobody can tell by their length: a table of 8 classes beside 8 samples is not of
+    the samples. So they are named, or the call is refused; models of transformers name theirs by convention.
+
+    Args:
+        model: whose `forward` is called; None if it is not known.
+        per_sample: names or positions of the arguments with one entry per sample; None: not said.
+
+    Example:
+        >>> Arguments(nn.Bilinear(3, 3, 2), ["input1"]).of((torch.zeros(4, 3), torch.zeros(4, 3)), {}).samples
+        frozenset({0})
+    """
+
+    def __init__(self, model: nn.Module | None = None, per_sample: Collection[Key] | None = None) -> None:
+        parameters = _parameters(model)
+        places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [p.name for p in parameters if p.kind in places]
+        self._said = None if per_sample is None else frozenset(map(self._key, _keys(per_sample)))
+        known = {p.name for p in parameters}
+        if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            for name in self._said or ():
+                if isinstance(name, str) and name not in known:
+                    raise unknown("argument", name, known, f"per_sample takes those of {type(model).__name__}.forward")
+        kinds = type(model).__mro__
+        self._tokens = any(kind.__module__.partition(".")[0] == "transformers" for kind in kinds)
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Read a call; a single mapping stands for keyword arguments, a single tuple or list for positional ones."""
+        only = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(only, Mapping):
+            args, kwargs = (), dict(only)
+        elif isinstance(only, (tuple, list)):
+            args = tuple(only)
+        x = Inputs(args, kwargs)
+        names = {key: self._key(key) for key, value in x.items() if any(t.ndim for t in leaves(value))}
+        if self._said is None and len(names) > 1 and not (self._tokens and TOKENS.issuperset(names.values())):
+            raise self._ambiguous(x, names)
+        samples = frozenset(key for key, name in names.items() if self._said is None or name in self._said)
+        if names and not samples:
+            raise InputError(
+                f"no tensor of this call ({_listed(names.values())}) is in per_sample; name the arguments with one entry per "
+                "sample there"
+            )
+        x = Inputs(args, kwargs, samples)
+        for key, value in x.items():
+            if key in samples and not isinstance(value, Tensor):
+                raise InputError(f"{_listed([names[key]])} must be a tensor (B, ...), got a {type(value).__name__}")
+        if len({len(value) for value in x.per_sample()}) > 1:
+            lengths = ", ".join(f"{names[key]}: {len(value)}" for key, value in x.items() if key in samples)
+            raise InputError(
+                f"arguments with one entry per sample must have the same length, got {lengths}; name only those in per_sample"
+            )
+        return x
+
+    def _key(self, key: Key) -> Key:
+        """The name of an argument, however it was given; its position if the model does not name it."""
+        return self._names[key] if isinstance(key, int) and key < len(self._names) else key
+
+    def _ambiguous(self, x: Inputs, names: dict[Key, Key]) -> InputError:
+        lengths = {names[key]: len(value) for key, value in x.items() if isinstance(value, Tensor) and value.ndim}
+        likely = tuple(name for name, length in lengths.items() if length == next(iter(lengths.values())))
+        return InputError(
+            f"{_listed(names.values())} are tensors; which of them have one entry per sample? Name those, e.g. "
+            f"come.adapt(model, ..., per_sample={likely})"
+        )
+
+
+def _parameters(model: nn.Module | None) -> list[inspect.Parameter]:
+    """What the model's forward takes; empty if Python does not know."""
+    try:
+        return [] if model is None else list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def _keys(per_sample: Any) -> Collection[Key]:
+    """`per_sample`, checked."""
+    good = isinstance(per_sample, Collection) and not isinstance(per_sample, (str, bytes, Tensor))
+    for key in per_sample if good else ():
+        good = good and (isinstance(key, str) or (isinstance(key, int) and not isinstance(key, bool) and key >= 0))
+    require(good, "per_sample", per_sample, "a tuple of names or positions of arguments, or None")
+    keys: Collection[Key] = per_sample
+    return keys
+
+
+def _listed(names: Iterable[Key]) -> str:
+    """In words: "x, mask and argument 2"."""
+    words = [name if isinstance(name, str) else f"argument {name}" for name in names]
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
 
 def _is_image(value: Any) -> bool:

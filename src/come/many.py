@@ -15,9 +15,9 @@ from come.batchnorm import Statistics, by_selection, mixed
 from come.borrowed import Borrowed
 from come.by_stream import Block
 from come.errors import ConfigError
-from come.inputs import Inputs, is_per_sample, logits_of
+from come.inputs import Inputs, logits_of
 from come.meeting import ask
-from come.method import Method, NotCapturable
+from come.method import Method, NotCapturable, Step
 from come.running import Function
 from come.stacked import BARE_CALL, CALL, Value, outside, over
 from come.transition import After, Before, How, Transition
@@ -77,22 +77,17 @@ class Stack:
 
 def _kind(x: Inputs) -> Any:
     """The same for batches that can be one: tensors of samples of the same shape, and all else alike."""
-    size = x.size
-
-    def one(value: Any) -> Any:
-        if is_per_sample(value, size):
-            return value.shape[1:], value.dtype
-        return id(value) if isinstance(value, Tensor) else signature(value)
-
-    return tuple(map(one, x.values()))
+    alike = x.map_samples(
+        lambda value: (value.shape[1:], value.dtype),
+        lambda value: id(value) if isinstance(value, Tensor) else signature(value),
+    )
+    return tuple(alike.items())
 
 
 def _joined(batches: Sequence[Inputs]) -> Inputs:
     """One batch of several."""
-    columns = zip(*(x.values() for x in batches), strict=True)
-    values = [torch.cat(column) if is_per_sample(column[0], batches[0].size) else column[0] for column in columns]
-    first = batches[0]
-    return Inputs(tuple(values[: len(first.args)]), dict(zip(first.kwargs, values[len(first.args) :], strict=True)))
+    parts = iter(zip(*(x.per_sample() for x in batches), strict=True))
+    return batches[0].map_samples(lambda _: torch.cat(next(parts)))
 
 
 class Many:
@@ -129,25 +124,13 @@ class Many:
                     setattr(core.method, name, value)
             return core(how, before, x, None)
 
-        return cast(After, over(one, before, x, len(before.weights), _samples(x)))
+        return cast(After, over(one, before, x))
 
-    def predicted(self, how: How, before: Before, x: Inputs) -> Tensor:
-        """Logits (n, b, K) without adapting."""
+    def answered(self, how: How, before: Before, x: Inputs) -> Step:
+        """Logits (n, b, K) without adapting, and which samples could be answered (n, b)."""
         core = copy.copy(self._core)
         core.model, core.generator = cast(Borrowed, Stack(core.model)), cast(torch.Generator, self._generator)
-        size = _samples(x)
-
-        def one(before: Before, x: Inputs) -> Tensor:
-            valid = torch.ones(size, dtype=torch.bool, device=before.weights.device)
-            ctx = core.context(how, before, valid, None)
-            if before.state is None:
-                ctx.state = core.method.initial_state(ctx, x)
-            if how.resting:
-                return ctx.forward(x, core.source, statistics=None)
-            return core.method.predict(ctx, x)
-
-        with torch.no_grad():
-            return cast(Tensor, over(one, before, x, len(before.weights), size))
+        return cast(Step, over(lambda before, x: core.answered(how, before, x, None), before, x))
 
     def _generator(self, i: int) -> torch.Generator:
         """The random numbers of stream i, as an adapter of its own would have them."""
@@ -160,8 +143,3 @@ class Many:
 
 def _refuse(i: int) -> torch.Generator:
     raise NotCapturable("it draws random numbers for each stream")
-
-
-def _samples(x: Inputs) -> int:
-    """b, of a batch (n, b, ...)."""
-    return x.per_sample()[0].shape[1]

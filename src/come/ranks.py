@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
     from come.borrowed import Borrowed
 
-ARGUMENTS = 16
-"""As many arguments a batch may have."""
-
 
 class Ranks:
     """The processes that share one stream, and what they tell each other.
@@ -160,24 +157,15 @@ class Ranks:
         problem: ComeError | None = None
         try:
             x = read()
-            tensors = [value for value in x.values() if isinstance(value, Tensor)]
-            if len(tensors) > ARGUMENTS:
-                raise InputError(f"on several ranks a batch may hold {ARGUMENTS} tensors, got {len(tensors)}")
         except ComeError as error:
-            problem, tensors = error, []
-        kinds = [
-            (tuple(v.shape[1:]), v.dtype) if isinstance(v, Tensor) else type(v)
-            for v in ([] if x is None else x.values())
-        ]
-        form = f"{kinds} {[] if x is None else list(x.kwargs)}"
-        lengths = [len(v) if v.ndim else -1 for v in tensors] + [-1] * (ARGUMENTS - len(tensors))
+            problem = error
+        form = "" if x is None else str(x.map_samples(lambda v: (v.shape[1:], v.dtype), _form).items())
         header = [
             problem is None,
             0 if x is None or problem else x.size,
             count,
             _number(state),
             _number(form),
-            *lengths,
         ]
         table = self.gathered(torch.tensor([header], dtype=torch.int64), [1] * self.size).tolist()
         if problem is not None:
@@ -188,7 +176,7 @@ class Ranks:
             raise InputError(
                 f"rank {refused[0]} cannot take its batch, see its own error; no rank has adapted to this one"
             )
-        _, sizes, counts, states, forms, *lengths_of = (list(column) for column in zip(*table, strict=True))
+        _, sizes, counts, states, forms = (list(column) for column in zip(*table, strict=True))
         if len(set(counts)) > 1:
             raise StateError(
                 f"the ranks have seen {_listed(counts)} batches; load() the same file or reset() on every rank"
@@ -202,8 +190,7 @@ class Ranks:
             raise InputError("the batches of the ranks differ in more than their size: in shape, type or arguments")
         if not sum(sizes):
             raise InputError("the batch is empty on every rank; skip it")
-        per_sample = {id(v) for v, lengths in zip(tensors, lengths_of, strict=False) if lengths == sizes and v.ndim}
-        whole = x.map(lambda v: self.gathered(v, sizes) if id(v) in per_sample else v)
+        whole = x.map_samples(lambda v: self.gathered(v, sizes))
         begin = sum(sizes[: self.rank])
         return whole, slice(begin, begin + sizes[self.rank])
 
@@ -457,6 +444,11 @@ def split(rows: int, parts: int) -> list[int]:
     """
     each, more = divmod(rows, parts)
     return [each + (i < more) for i in range(parts)]
+
+
+def _form(value: Any) -> Any:
+    """What must be the same on all ranks of an argument that all samples share."""
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 
 def _number(text: str) -> int:

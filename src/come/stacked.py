@@ -120,21 +120,20 @@ def drawn(draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor, beg
 # ---- from one to many and back ----
 
 
-def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs, streams: int, size: int) -> Any:
+def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs) -> Any:
     """`run(given, x)` of each stream at once.
 
     Args:
         run: from what one stream is given and its samples to a tree of tensors.
         given: a tree of tensors (n, ...).
-        x: the samples (n, b, ...); what all streams share has another shape.
-        streams: n.
-        size: b.
+        x: the samples (n, b, ...), and what all streams share.
 
     Returns:
         the tree, of tensors (n, ...).
     """
     mine, batch = leaves(given), leaves(tuple(x))
-    dims = (*[0] * len(mine), *(0 if value.shape[:2] == (streams, size) else None for value in batch))
+    placed = (0 if key in x.samples else None for key, value in x.items() for _ in leaves(value))
+    dims = (*[0] * len(mine), *placed)
     made: list[Any] = []
 
     def one(*values: Tensor) -> tuple[Tensor, ...]:

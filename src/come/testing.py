@@ -483,7 +483,7 @@ def _bad_input_changes_nothing(make: MethodFactory, model: nn.Module) -> None:
     for bad in (torch.zeros(0, *SHAPE), torch.zeros(2, *SHAPE, dtype=torch.uint8), torch.zeros(SHAPE), torch.zeros(4)):
         try:
             method.step(bad)
-        except InputError:
+        except (InputError, RuntimeError):  # what comes from the model stays what it is
             pass
         else:
             raise AssertionError(f"a {bad.dtype} batch of shape {tuple(bad.shape)} was accepted")

@@ -99,19 +99,10 @@ class Transition:
 
     def __call__(self, how: How, before: Before, x: Inputs, count: int | None) -> After:
         """The step; `count` is None where it must not matter."""
-        device = self.model.device
-        history = before.history
-        if self.guard is not None and history is not None:
-            x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input)
-            valid = valid.to(device)
-        else:
-            valid = torch.ones(x.size, dtype=torch.bool, device=device)
-        ctx = self.context(how, before, valid, count)
+        ctx, x, history = self._judged(how, before, x, count)
         if count is not None:
             self.method.check(ctx, x, before.state is None and not count)  # not again after a recovery: it waits
-        if before.state is None:
-            before = before._replace(state=self.method.initial_state(ctx, x))
-            ctx.state = dict(before.state or {})
+        before = self._remembering(before, ctx, x)
         if self.guard is None:
             out, sums, values = self._adapted(ctx, x), None, None
             weights, moments, state = ctx.weights.detach(), ctx.moments, ctx.state
@@ -124,6 +115,34 @@ class Transition:
             state = chosen(keep, ctx.state, before.state or {})
         detached = Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
         return After(weights, moments, state, detached, history, sums, values, ctx.selected)
+
+    @torch.no_grad()
+    def answered(self, how: How, before: Before, x: Inputs, count: int | None) -> Step:
+        """Logits and which samples could be answered, without adapting; `count` is None where it must not matter."""
+        ctx, x, _ = self._judged(how, before, x, count)
+        self._remembering(before, ctx, x)
+        logits = ctx.forward(x, self.source, statistics=None) if how.resting else self.method.predict(ctx, x)
+        if self.guard is None:
+            return Step(logits)
+        valid = ctx.valid & answered(logits)
+        return Step(cleaned(logits, valid, None, None, ctx.ok)[0], valid=valid)
+
+    def _judged(self, how: How, before: Before, x: Inputs, count: int | None) -> tuple[Context, Inputs, Tensor | None]:
+        """What every call of a method begins with: the context, the batch without invalid samples, and the new history."""
+        history = before.history
+        if self.guard is not None and history is not None:
+            x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input)
+            valid = valid.to(self.model.device)
+        else:
+            valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
+        return self.context(how, before, valid, count), x, history
+
+    def _remembering(self, before: Before, ctx: Context, x: Inputs) -> Before:
+        """With a memory, also in the context; the first batch makes one."""
+        if before.state is None:
+            before = before._replace(state=self.method.initial_state(ctx, x))
+            ctx.state = dict(before.state or {})
+        return before
 
     def context(self, how: How, before: Before, valid: Tensor, count: int | None) -> Context:
         """What the method works with."""

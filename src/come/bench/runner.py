@@ -397,9 +397,14 @@ class Bench:
     def episodes(self, cell: Cell) -> list[Episode]:
         """The streams of a cell, in order: the setting's own, or those that are replayed."""
         if not self._streams:
-            return list(
-                settings.get(cell.setting).episodes(cell, self._source, self._outliers.get(cell.outliers or ""))
-            )
+            outliers = self._outliers.get(cell.outliers or "")
+            found = list(settings.get(cell.setting).episodes(cell, self._source, outliers))
+            if empty := [episode.stream.domain for episode in found if not len(episode.stream)]:
+                raise InputError(
+                    f"{cell.size} samples are too few for the {cell.setting} setting: its stream {empty[0]!r} has none; use "
+                    "more data, or a larger --limit"
+                )
+            return found
         chosen = [
             Episode(s, reset=True)
             for s in self._streams

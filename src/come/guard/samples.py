@@ -3,13 +3,11 @@
 A sample is invalid if an entry of it is NaN or infinite, beyond `largest_input`, or more than a thousand times as large as
 usual. What is usual is the median of the last nine batches, each by its own median, whether they were used or not: so a
 stream that becomes brighter is answered again after five batches at the latest, and one that grows without end is stopped by
-`largest_input`. Only tensors with one entry per sample count; one of zeros and very negative numbers is a mask, and is left
-alone.
+`largest_input`. Only tensors with one entry per sample count; beside others, one of zeros and very negative numbers is a mask,
+and is left alone.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,12 +43,13 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
         >>> valid
         tensor([ True, False, False])
     """
-    judged = [value for value in x.per_sample() if value.is_floating_point() and value.ndim >= 2]
+    given = x.per_sample()
+    judged = [value.detach() for value in given if value.is_floating_point()]
     if not judged:
-        return x, torch.ones(x.size, dtype=torch.bool, device=_device(x)), history
-    sizes = _magnitude(judged[0].detach())
+        return x, torch.ones(x.size, dtype=torch.bool, device=given[0].device), history
+    sizes = _magnitude(judged[0], len(given) > 1)
     for value in judged[1:]:
-        sizes = torch.maximum(sizes, _magnitude(value.detach()).to(sizes))
+        sizes = torch.maximum(sizes, _magnitude(value, True).to(sizes))
     sizes = sizes.to(history)
     finite = sizes.isfinite()
     middle = _median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
@@ -79,18 +78,14 @@ def _looks(values: Tensor) -> bool:
     return values.device.type == "cpu" and not stacking()
 
 
-def _device(x: Inputs) -> torch.device:
-    return next(value.device for value in x.values() if isinstance(value, Tensor))
-
-
-def _magnitude(value: Tensor) -> Tensor:
-    """Largest entry of each sample by size, (B,); NaN where there is one; 0 for a mask."""
-    flat = exact(value).flatten(1)
+def _magnitude(value: Tensor, may_mask: bool) -> Tensor:
+    """Largest entry of each sample by size, (B,); NaN where there is one; 0 for a mask, if it may be one."""
+    flat = exact(value)[:, None].flatten(1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
     low, high = flat.amin(dim=1), flat.amax(dim=1)  # on a CPU many times faster than aminmax
     found = torch.maximum(high, -low)
-    if value.ndim in (2, 3, 4) and not (_looks(low) and bool((low >= -1e4).all())):
+    if may_mask and value.ndim in (2, 3, 4) and not (_looks(low) and bool((low >= -1e4).all())):
         # an additive attention mask: zeros, and -inf or the like
         mask = ((flat == 0) | (flat <= -1e4)).all() & (low < -1e4).any()
         found = torch.where(mask, 0, found)
@@ -102,13 +97,11 @@ def _replaced(x: Inputs, valid: Tensor) -> Inputs:
     if _looks(valid) and bool(valid.all()):
         return x
     good, some = valid.to(torch.uint8).argmax().view(1), valid.any()
-    size = x.size
 
-    def one(value: Any) -> Any:
-        per_sample = isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2 and len(value) == size
-        if not per_sample:
+    def one(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
             return value
         filler = torch.where(some, value.index_select(0, good), 0)
         return torch.where(valid.view(-1, *[1] * (value.ndim - 1)), value, filler)
 
-    return x.map(one)
+    return x.map_samples(one)

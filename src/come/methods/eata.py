@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
-from come.inputs import Input, Inputs, checked, exact
+from come.inputs import Input, Inputs, exact
 from come.method import Context, Method, Step, masked_mean, register
 
 
@@ -108,10 +108,9 @@ class EATA(Method):
             )
         total, batches = torch.zeros_like(ctx.source), 0
         for batch in self.source:
-            x = checked(Inputs.of(batch))
             try:
-                logits = ctx.forward(x, statistics="batch")
-            except TypeError as error:
+                logits = ctx.forward(ctx.model.read((batch,)), statistics="batch")
+            except (TypeError, InputError) as error:
                 raise InputError(
                     f"the model cannot take a source batch ({error}); source batches are handed to it as they are: if your "
                     "loader gives (images, labels), pass source=(x for x, _ in loader)"

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from come.errors import ConfigError, InputError, ModelError, pip_install, require, require_int
 from come.heads import Head
-from come.inputs import Input, Inputs, checked
+from come.inputs import Input, Inputs
 from come.method import Context, Method, Step, register
 from come.select import Selector, blocks, norms, nothing
 
@@ -127,7 +127,7 @@ class FOA(Method):
         tokens, found = None, []
         with torch.no_grad():
             for batch in self.source:
-                x = checked(Inputs.of(batch))
+                x = ctx.model.read((batch,))
                 tokens = tokens or _Tokens.found(ctx, x)
                 seen = _Seen()
                 ctx.forward(x, hooks=tokens.hooks(seen, None, None))

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from come.errors import InputError, require, require_int
 from come.heads import Head
 from come.inputs import Inputs, exact
-from come.method import Context, Method, Step, register
+from come.method import Context, Method, Step, masked_mean, register
 from come.select import Selector, nothing
 
 Affinity = Literal["knn", "rbf", "linear"]
@@ -91,8 +91,9 @@ class LAME(Method):
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """Predict, then let neighbours agree."""
+        self.check(ctx, x, False)
         features, logits = ctx.features(x)
-        w = self._affinities(F.normalize(exact(features), dim=1))
+        w = self._affinities(F.normalize(exact(features), dim=1), ctx.valid)
         return self._assign(exact(logits).softmax(dim=1), w)
 
     @torch.no_grad()
@@ -100,17 +101,23 @@ class LAME(Method):
         """The same: nothing is remembered."""
         return Step(self.predict(ctx, x))
 
-    def _affinities(self, features: Tensor) -> Tensor:
+    def _affinities(self, features: Tensor, valid: Tensor) -> Tensor:
+        """(B, B); an invalid sample, in whose place a copy of a valid one stands, is nobody's neighbour."""
+        both = valid & valid[:, None]
         if self.affinity == "linear":
             w = features @ features.T
         else:
             distance = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")
+            distance = torch.where(both, distance, torch.inf)
             if self.affinity == "rbf":
-                width = distance.topk(self.k, largest=False).values[:, -1].mean()
+                farthest = distance.topk(self.k, largest=False).values[:, -1]
+                width = masked_mean(farthest, farthest.isfinite()).clamp_min(torch.finfo(distance.dtype).tiny)
                 w = (-distance.square() / (2 * width.square())).exp()
             else:
                 distance.fill_diagonal_(torch.inf)  # a sample is not its own neighbour
                 w = torch.zeros_like(distance).scatter(1, distance.topk(self.k, largest=False).indices, 1)
+                both = distance.isfinite()
+        w = torch.where(both, w, 0)
         return 0.5 * (w + w.T) if self.symmetric else w
 
     def _assign(self, probability: Tensor, w: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from come.abstain import Promise, labelled
 from come.errors import ConfigError, InputError, require, require_int, require_number, shown
 from come.fleet import Fleet
 from come.inputs import answered
+from come.method import Step
 from come.serve.errors import RequestError, check_name
 from come.serve.metrics import Counts, Metric, Metrics
 from come.serve.modes import Mode
@@ -211,12 +212,12 @@ class Service:
                 f"the model does not take samples of shape {self.shape} in {self.dtype}: {said}"
             ) from error
 
-    def _source(self, x: Tensor, step: bool = False) -> Tensor:
-        """Logits of the source model, or of its first step."""
+    def _source(self, x: Tensor, step: bool = False) -> Step:
+        """What the source model answers, or what its first step returns."""
         free = next(name for name in map(str, itertools.count()) if name not in self._fleet)
         self._fleet.open(free)
         try:
-            return (self._fleet if step else self._fleet.predict)(self._input([x]), free)
+            return (self._fleet.step if step else self._fleet.answer)(self._input([x]), free)
         finally:
             self._fleet.close(free)
 
@@ -492,15 +493,10 @@ class Service:
     def _together(self, requests: list[_Request], step: bool) -> list[Answer]:
         names = [one.name for one in requests for _ in range(len(one.x))]
         x = self._input([one.x for one in requests])
-        calibrated = self._fleet.promise is not None
-        if step:
-            logits, _, _, valid, below = self._fleet.step(x, names)
-        else:
-            logits, valid = self._fleet.predict(x, names), None
-            below = self._fleet.abstains(logits, names) if calibrated else None
+        logits, _, _, valid, below = self._fleet.step(x, names) if step else self._fleet.answer(x, names)
         good = answered(logits) if valid is None else answered(logits) & valid
         u = self._fleet.uncertainty(logits).nan_to_num(1.0)
-        abstain = ~good | below if calibrated and below is not None else ~good
+        abstain = ~good if below is None else ~good | below
         logits = logits.float().cpu()
         labels, us, abstains, goods = (value.tolist() for value in (logits.argmax(dim=1), u, abstain, good))
         adapted, answers, begin = step or self.mode.kind == "after", list[Answer](), 0
@@ -537,7 +533,8 @@ class Service:
         self._counts.by_tenant.pop(name, None)
 
     def _uncertainty(self, x: Tensor) -> tuple[float, float]:
-        u = self._fleet.uncertainty(self._source(x))
+        logits, _, _, valid, _ = self._source(x)
+        u = self._fleet.uncertainty(logits if valid is None else logits[valid])
         return float(u.mean()), float(u.std())
 
     def _health(self, name: str) -> dict[str, Any]:
