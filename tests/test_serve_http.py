@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import come
 from come import saving
 from come.bench import cli
-from come.serve import Service, http
 from come.errors import pip_install
+from come.serve import Service, http
 from come.serve.http import create
 from come.serve.states import key_of
 from come.testing import NORMS, TinyClassifier, batches
