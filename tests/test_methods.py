@@ -550,6 +550,13 @@ def test_foa_refuses_models_without_tokens():
         come.adapt(TinyTransformer(NORMS["layer"]), "foa", source=[])
 
 
+def test_foa_draws_by_the_sign_of_its_seed_too():
+    from come.methods.foa import CMAES
+
+    drawn = [CMAES(4, 6, seed).ask(0) for seed in (1, -1)]
+    assert not torch.equal(*drawn)
+
+
 def test_foa_without_cma_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cma", None)
     with pytest.raises(come.ConfigError, match=r'pip install -e "\.\[foa\]"'):

@@ -63,7 +63,7 @@ def test_a_short_run_writes_weights_that_load(
     model.load_state_dict(state)
     assert all(v.dtype == (torch.float16 if v.ndim > 1 else torch.float32) for v in state.values() if v.ndim)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
-    images, labels = script.render(script.Glyphs("test", 50, 1), 2)
+    images, labels = script.render(script.Glyphs("test", 50, record["test_seed"]), 2)
     assert script.accuracy(model, images, labels) == pytest.approx(record["clean_test_accuracy"])
     assert script.shifted(model, images, labels) == pytest.approx(record["severity_5_accuracy"])
 
