@@ -12,13 +12,14 @@ has a length relative to the norm of the source's parameters, whatever the size 
 any recipe. The pull :math:`\rho` bounds how far a long stream can go.
 
 The term is right while classes come in about equal numbers, and drives answers away from the truth where few classes come for
-long. So the step is scaled by how many classes are being answered: with the probability c that two recent answers agree,
-counted over pairs of samples,
+long. So the step is scaled by how many classes are being answered, and by how much the model leaves open: with the probability
+c that two recent answers agree, counted over pairs of samples, and the mean entropy of the softmax,
 
-.. math:: s = \mathrm{clip}\left(\frac{1 / (K c) - 0.6}{0.2},\ 0,\ 1\right)
+.. math:: s = \mathrm{clip}_0^1\left(\frac{1 / (K c) - 0.7}{0.15}\right)
+              \mathrm{clip}_0^1\left(\frac{\bar H(p)}{0.3 \ln K}\right)
 
-1/c is the effective number of classes. Below 0.6 K nothing is learned, whether few classes come or the model has begun to
-collapse, and the pull leads back to the source.
+1/c is the effective number of classes. Below 0.7 K nothing is learned, whether few classes come or the model has begun to
+collapse, and the pull leads back to the source. A model that is sure of everything has nothing to learn.
 
 The answer is corrected by what the batch says about its classes. Two samples of a batch agree more often than samples of
 different batches if classes come together (frames of a video, a sorted list): that excess, :math:`r`, is the correlation within
@@ -29,7 +30,7 @@ a batch, and makes the classes of the batch a Dirichlet-multinomial with mean :m
           q_i = \mathrm{softmax}(f_i + \ln \pi_i - \ln \mu)
 
 A change of the domain also makes samples of a batch agree a little more: r counts only where agreement within a batch is at
-least 1.5 times that between batches, fully from 2.5 times on. Where classes come at random the answer is the model's own.
+least twice that between batches, fully from 3.5 times on. Where classes come at random the answer is the model's own.
 
 Adapts the affine parameters of normalization layers, on the source's BatchNorm statistics unless told otherwise: those of a
 batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward and one backward per batch.
@@ -39,6 +40,7 @@ entropy by a running class marginal. See docs/steady.md for how it was found, wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,15 +51,17 @@ from come.batchnorm import StatisticsRule
 from come.errors import ModelError, require, require_int
 from come.inputs import Inputs, exact
 from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
-from come.objectives import Objective
+from come.objectives import Objective, Softmax
 
 TINY = 1e-6
 WINDOW = 64
 """Samples that `memory`, `pull` and the learning rate are stated for."""
-SPREAD = (0.6, 0.8)
+SPREAD = (0.7, 0.85)
 """Effective number of classes, relative to K, from which the step is above zero, and from which it is whole."""
-TOGETHER = (1.5, 2.5)
+TOGETHER = (2.0, 3.5)
 """Agreement within batches, relative to that between them, from which answers are corrected, and from which fully."""
+OPEN = 0.3
+"""Mean entropy of the softmax, relative to ln K, from which the step is whole."""
 CAUTIOUS = 5.0
 """Pairs that are taken to agree before any was seen: a stream must show that it has many classes."""
 DOUBTED = 50.0
@@ -124,11 +128,9 @@ class Steady(Method):
         common = (later["answers"] / later["seen"].clamp_min(1)).clamp_min(torch.finfo(average.dtype).tiny).log()
         gradient = ctx.gradient(masked_mean(entropy, ctx.valid) + self.diversity * (average * common).sum())
 
-        within, pairs, between, others = later["pairs"].unbind()
-        agreeing = (within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)
-        spread = ((1 / (classes * agreeing) - SPREAD[0]) / (SPREAD[1] - SPREAD[0])).clamp(0, 1)
-        length = spread * torch.linalg.vector_norm(ctx.source) / torch.linalg.vector_norm(gradient).clamp_min(1e-30)
-        ctx.descend_along(gradient * length.to(gradient), go=some & (spread > 0))
+        scale = self._scale(later["pairs"], logits.detach(), ctx.valid)
+        length = scale * torch.linalg.vector_norm(ctx.source) / torch.linalg.vector_norm(gradient).clamp_min(1e-30)
+        ctx.descend_along(gradient * length.to(gradient), go=some & (scale > 0))
         back = 1 - (1 - self.pull) ** part
         ctx.weights = leaf(torch.where(some, ctx.weights + back * (ctx.source - ctx.weights), ctx.weights))
         ctx.state |= {name: torch.where(some, value, ctx.state[name]) for name, value in later.items()}
@@ -146,6 +148,15 @@ class Steady(Method):
                 "steady cannot be exported: its prior correction depends on the batch; adapt with prior_correction=False"
             )
         return Frozen(ctx.weights.detach())
+
+    def _scale(self, counted: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
+        """How much of a whole step to take, in [0, 1]: many classes must come, and the model must leave something open."""
+        within, pairs, between, others = counted.unbind()
+        agreeing = (within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)
+        classes = logits.shape[1]
+        spread = ((1 / (classes * agreeing) - SPREAD[0]) / (SPREAD[1] - SPREAD[0])).clamp(0, 1)
+        left_open = masked_mean(Softmax().entropy(logits), valid) / math.log(classes)
+        return spread * (left_open / OPEN).clamp(0, 1)
 
     def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """A running sum over samples with those of this batch."""
