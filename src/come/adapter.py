@@ -117,7 +117,7 @@ class Adapter:
         self._closed = False
         self._promise: Promise | None = None
         self._ranks = ranks
-        self._fingerprint: tuple[list[Any], bytes] | None = None
+        self._fingerprint: dict[str, Any] = {}
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
         if not isinstance(model, nn.Module):
             raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
@@ -172,9 +172,9 @@ class Adapter:
                 self._follow()
                 moment, out, events = self._advance(self._now, x)
                 self._now = moment
-                self._tell(events)
+                self._count(self._tell(events))
                 out = out if own is None else Step(*(None if value is None else value[own] for value in out))  # type: ignore[arg-type]
-                self._call_back(out)
+                self._count(self._call_back(out))
                 return out
             except BaseException:
                 self._now = before
@@ -478,7 +478,9 @@ class Adapter:
         shape, dtype = self._core.source.shape, self._borrowed.dtype
         return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == shape else v for k, v in values.items()}
 
-    def _tell(self, events: list[Event]) -> None:
+    def _tell(self, events: list[Event]) -> list[Event]:
+        """Report events; returns the failures of the user's handler."""
+        failed = []
         for event in events:
             level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
             if self.writes:  # on several ranks once
@@ -487,23 +489,29 @@ class Adapter:
             if event.kind == "probabilities":
                 warnings.warn(event.message, stacklevel=4)
             if self.guard is not None and self.guard.on_event is not None:
-                self._safely("on_event", lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
+                failed += self._safely("on_event", event.step, lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
+        return failed
 
-    def _call_back(self, out: Step) -> None:
+    def _call_back(self, out: Step) -> list[Event]:
+        failed, step = [], 0 if self._now.watch is None else self._now.watch.steps
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__name__", type(callback).__name__)
-            self._safely(f"callback {name}", lambda callback=callback: callback(self, out))  # type: ignore[misc]
+            failed += self._safely(f"callback {name}", step, lambda callback=callback: callback(self, out))  # type: ignore[misc]
+        return failed
 
-    def _safely(self, what: str, call: Callable[[], None]) -> None:
-        """A user's function must not stop the answers."""
+    def _safely(self, what: str, step: int, call: Callable[[], None]) -> list[Event]:
+        """A user's function must not stop the answers; returns the event if it fails."""
         try:
             call()
         except Exception as error:
-            watch = self._now.watch
-            event = Event("callback_failed", 0 if watch is None else watch.steps, f"{what} failed: {error}", {})
+            event = Event("callback_failed", step, f"{what} failed: {error}", {})
             log.exception("%s: %s failed; adaptation goes on", self.method.name, what, extra={"come": event._asdict()})
-            if watch is not None:
-                self._now = changed(self._now, watch=watch.counted([event]))
+            return [event]
+        return []
+
+    def _count(self, events: list[Event]) -> None:
+        if self._now.watch is not None:
+            self._now = changed(self._now, watch=self._now.watch.counted(events))
 
     # ---- what can be seen ----
 
@@ -611,7 +619,7 @@ class Adapter:
             del kept[name]
         watch = self._now.watch
         if watch is not None:
-            kept["_now"] = changed(self._now, watch=Watch.of(watch.tensors(), self.guard or Guard(), self._now.weights))
+            kept["_now"] = changed(self._now, watch=watch.settled())
         fixed = {name: {} if name == "live" else value for name, value in self._core.fixed.items()}
         kept["_made_of"] = (self._core.source, fixed, list(self._borrowed.parameters), self._borrowed.mode)
         return kept
