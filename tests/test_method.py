@@ -606,7 +606,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
     come.adapt(TinyClassifier(NORMS["layer"], seed=1), "tent", lr=0.1).save(tmp_path / "other")
     good = bytearray((tmp_path / "good").read_bytes())
     (tmp_path / "cut").write_bytes(good[:100])
-    (tmp_path / "version").write_bytes(good.replace(b'"version":"5"', b'"version":"4"'))
+    (tmp_path / "version").write_bytes(good.replace(b'"version":"6"', b'"version":"5"'))
     good[-1] ^= 1
     (tmp_path / "flipped").write_bytes(good)
     (tmp_path / "junk").write_bytes(b"not a state")
@@ -616,7 +616,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
         "other": "another source model than this TinyClassifier",
         "cut": "cannot read",
         "flipped": "checksum mismatch",
-        "version": "has version '4' of the format, this come reads 5",
+        "version": "has version '5' of the format, this come reads 6",
         "junk": "cannot read",
         "nowhere": "cannot read",
         "foreign": "must have format 'come-state', got None",

@@ -420,7 +420,7 @@ def _sent(name: str, saved: Tensor | None, steps: int) -> Sent:
     if saved is not None and saved.ndim == 1 and len(saved) > 4 and _in_range(saved[:4], 0, MOST):
         step, batch, asked, past = (int(value) for value in saved[:4].tolist())
         counts, verdict = saved[4:8], saved[8 + len(SIGNALS) :]
-        whole = len(verdict) == (len(Verdict._fields) if asked else 0) and _in_range(verdict)
+        whole = (len(verdict) == len(Verdict._fields) and _in_range(verdict)) or not (asked or len(verdict))
         if whole and step < steps and _in_range(counts, 0, batch) and asked <= 1 and past <= 1:
             return Sent(step, batch, saved[4:].clone(), None, bool(asked), bool(past))
     raise StateError(f"guard.{name} of the state is missing, or not the signals of a step; use an older snapshot")
