@@ -659,7 +659,7 @@ def test_states_of_another_configuration_are_refused_and_change_nothing(make, me
         (lambda s: without(s, "moment.momentum"), r"'moment.momentum' of the state must be .*, got nothing"),
         (lambda s: {**s, "moment.momentum": torch.zeros(3)}, r"'moment.momentum' of the state .*, got .* \(3,\)"),
         (lambda s: {**s, "moment.momentum": s["moment.momentum"] / 0}, "'moment.momentum' of the state is not finite"),
-        (lambda s: {**s, "count": torch.tensor(-1)}, "'count' of the state must be >= 0, got -1"),
+        (lambda s: {**s, "count": torch.tensor(-1)}, "'count' of the state must be an integer >= 0, got -1"),
         (lambda s: {**s, "configuration": torch.zeros(3, dtype=torch.uint8)}, "configuration .* cannot be read"),
     ],
 )

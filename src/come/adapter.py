@@ -74,6 +74,10 @@ class Moment:
     abstention: Abstention | None = None
     """When not to answer; None before `Adapter.calibrate`."""
 
+    def health(self) -> dict[str, float]:
+        """Counters and gauges of the guard as flat numbers; without a guard, the steps only."""
+        return {"steps": float(self.count)} if self.watch is None else self.watch.health()
+
     def to(self, device: torch.device, on_host: tuple[str, ...]) -> Moment:
         """With all tensors on that device, but for those that stay on the CPU."""
         state = self.state
@@ -542,8 +546,7 @@ class Adapter:
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; without a guard, the steps only. Looking changes nothing."""
-        watch = self._now.watch
-        return {"steps": float(self._now.count)} if watch is None else watch.health()
+        return self._now.health()
 
     def learning_rate(self, batch: int) -> float:
         """The learning rate for a batch of that size, before the guard's factor."""
@@ -617,6 +620,7 @@ class Adapter:
             kept = dict(vars(self))
         for name in ("_lock", "_core", "_steps", "_borrowed", "_rate"):
             del kept[name]
+        kept["_fingerprint"] = {}
         watch = self._now.watch
         if watch is not None:
             kept["_now"] = changed(self._now, watch=watch.settled())

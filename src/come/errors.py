@@ -215,9 +215,9 @@ def saved_number(name: str, value: Any, low: float, high: float, *, whole: bool 
     """
     found: float = value.item() if value.numel() == 1 and not value.is_complex() else float("nan")
     if not low <= found <= high or (whole and found != int(found)):
-        kind = "an integer" if whole else "a number"
+        limit = f">= {low:g}" if found < low else f"in [{low:g}, {high:g}]"
         given = found if value.numel() == 1 else shown(value)
         raise StateError(
-            f"{name!r} of the state must be {kind} in [{low:g}, {high:g}], got {given}; use an older snapshot"
+            f"{name!r} of the state must be {'an integer ' if whole else ''}{limit}, got {given}; use an older snapshot"
         )
     return int(found) if whole else float(found)

@@ -544,8 +544,7 @@ class Fleet:
         with self._one._lock:
             if name is None:
                 return {one: self.health(one) for one in self._streams}
-            stream = self._streams[self._known(name)]
-            return dict(stream.moment.health) if isinstance(stream.moment, Spilled) else self._view(stream).health()
+            return self._streams[self._known(name)].moment.health()
 
     def count(self, name: Name) -> int:
         """Batches that a stream has adapted to since it was opened or reset."""
@@ -690,10 +689,10 @@ class Fleet:
 
     def _ready(self, streams: Any, size: int) -> dict[str, list[int]]:
         """For a batch: its rows by stream, with the state of each where the model is."""
-        rows = self._rows(streams, size)
-        self._fetch(list(rows))
         self._one._check_open()
+        rows = self._rows(streams, size)
         self._follow()
+        self._fetch(list(rows))
         return rows
 
     def _fetch(self, names: list[str]) -> None:

@@ -76,14 +76,17 @@ class Spilled(_Owned):
     """
 
     def __init__(self, folder: SpillFolder, data: bytes, health: dict[str, float]) -> None:
-        self.health = health
-        self._folder = folder
+        self._health, self._folder = health, folder
         self._path = folder.path / f"{secrets.token_hex(8)}.safetensors"
         weakref.finalize(self, _delete, self._path, os.getpid(), _forks)
         try:
             self._path.write_bytes(data)
         except OSError as error:
             raise unwritable(self._path, error) from error
+
+    def health(self) -> dict[str, float]:
+        """As they were when it was written."""
+        return dict(self._health)
 
     def tensors(self, method: str) -> dict[str, Tensor]:
         """What was written."""
