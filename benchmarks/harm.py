@@ -5,10 +5,10 @@
     python benchmarks/harm.py show results/harm
     python benchmarks/harm.py draw results/harm results
 
-Networks (`training/zoo.py`) x streams (`streams`) x methods (`METHODS`), as `come.adapt` gives them and bare. A cell is the accuracy of
-the method minus that of the source model on the same samples, with a 95% interval that counts each image once. All
-streams of a network with the same size of batch run at once, in a `come.Fleet`; what no fleet can run is run stream by stream. A network
-has one file, written after each method; what is in it is not run again.
+Networks (`training/zoo.py`) x streams (`streams`) x methods (`METHODS`), as `come.adapt` gives them and bare. A cell is the
+accuracy of the method minus that of the source model on the same samples, with a 95% interval that counts each image once.
+All streams of a network with the same size of batch run at once, in a `come.Fleet`; what no fleet can run is run stream by
+stream. A network has one file, written after each method; what is in it is not run again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,11 @@ def streams(labels: Tensor, long: int = 100, seed: int = 0) -> Iterator[Stream]:
     images = some(2 * short)
     outlier = torch.rand(images.shape, generator=random) < 0.5
     yield Stream("outliers", 64, same(NOISE, images), images, outlier)
-    for batch, batches, of in ((16, 40, (CLEAN, NOISE, JPEG)), (4, 48, (CLEAN, NOISE, JPEG)), (1, 96, (CLEAN, NOISE, JPEG, 2))):
+    for batch, batches, of in (
+        (16, 40, (CLEAN, NOISE, JPEG)),
+        (4, 48, (CLEAN, NOISE, JPEG)),
+        (1, 96, (CLEAN, NOISE, JPEG, 2)),
+    ):
         for domain in of:
             images = some(max(2, batches * long // 100), batch=batch)
             yield stream(f"batches of {batch}", domain, images, batch)
@@ -131,7 +135,9 @@ class Bank:
 # ---- one method on all streams ----
 
 
-def answers(make: Callable[[], come.Adapter], fleet: Callable[[int], come.Fleet] | None, all_streams: list[Stream], bank: Bank) -> list[Tensor]:
+def answers(
+    make: Callable[[], come.Adapter], fleet: Callable[[int], come.Fleet] | None, all_streams: list[Stream], bank: Bank
+) -> list[Tensor]:
     """The predicted class of every sample of every stream, each from the source model on."""
     found: list[list[Tensor]] = [[] for _ in all_streams]
     for batch in sorted({stream.batch for stream in all_streams}):
@@ -164,7 +170,9 @@ def made(name: str, model: nn.Module, guard: bool, source: list[Tensor]) -> tupl
     return (lambda: come.adapt(model, **how)), many
 
 
-def cells(all_streams: list[Stream], found: list[Tensor], source: list[Tensor], labels: Tensor) -> dict[str, dict[str, float]]:
+def cells(
+    all_streams: list[Stream], found: list[Tensor], source: list[Tensor], labels: Tensor
+) -> dict[str, dict[str, float]]:
     """Accuracy, the source's, their difference and its interval, in points, for each column of the matrix."""
     kept: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for stream, mine, theirs in zip(all_streams, found, source, strict=True):
@@ -179,7 +187,9 @@ def cells(all_streams: list[Stream], found: list[Tensor], source: list[Tensor], 
         by_image = torch.zeros(len(labels), dtype=torch.float64).index_add(0, image, gain - gain.mean())
         half = 1.96 * float(by_image.square().sum().sqrt()) / len(gain)
         points = [100 * v for v in (right.mean().item(), before.mean().item(), gain.mean().item(), half)]
-        table[cell] = dict(zip(("accuracy", "source", "gain", "half_width"), (round(v, 3) for v in points), strict=True))
+        table[cell] = dict(
+            zip(("accuracy", "source", "gain", "half_width"), (round(v, 3) for v in points), strict=True)
+        )
         table[cell]["samples"] = len(gain)
     return table
 
@@ -205,9 +215,16 @@ def run(name: str, model: nn.Module, images: Tensor, labels: Tensor, outliers: T
     source = [normalize(part) for part in images[-KEPT_BACK:].split(50)]
     truth = labels[:IMAGES].cpu()
     all_streams = list(streams(truth, args.long))
-    kept = json.loads(file.read_text()) if file.exists() else {"network": name, "chosen_on": zoo.NETWORKS[name].chosen_on, "cells": {}}
+    kept = (
+        json.loads(file.read_text())
+        if file.exists()
+        else {"network": name, "chosen_on": zoo.NETWORKS[name].chosen_on, "cells": {}}
+    )
     with torch.no_grad():
-        before = [torch.cat([model(bank(s, slice(i, i + 256))).argmax(dim=1) for i in range(0, len(s.image), 256)]).cpu() for s in all_streams]
+        before = [
+            torch.cat([model(bank(s, slice(i, i + 256))).argmax(dim=1) for i in range(0, len(s.image), 256)]).cpu()
+            for s in all_streams
+        ]
     for guard in (True, False):
         for method in args.methods or METHODS:
             key = f"{method}{'' if guard else ', bare'}"
@@ -255,7 +272,9 @@ def show(folder: Path) -> None:
             share = [f"{100 * sum(v < limit for v in values) / len(values):.0f}%" for limit in (-1, -3, -10)]
             clean = min(gain for gain, cell in gains if cell == "clean")
             mean = sum(values) / len(values)
-            print(f"| {method} | {len(values)} | {mean:+.1f} | {' | '.join(share)} | {min(values):+.1f} | {clean:+.1f} |")
+            print(
+                f"| {method} | {len(values)} | {mean:+.1f} | {' | '.join(share)} | {min(values):+.1f} | {clean:+.1f} |"
+            )
     print("\nThe worst cells of steady:")
     worst = sorted(
         (entry["gain"], entry["half_width"], kept["network"], cell)
@@ -274,11 +293,17 @@ def draw(folder: Path, out: Path) -> None:
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "harm"
     networks = read(folder)
-    shown = [name for name in ("steady", "tent + em", "tent + come", "eata + come", "sar + come", "zerosiam") if name in networks[0]["cells"]]
+    shown = [
+        name
+        for name in ("steady", "tent + em", "tent + come", "eata + come", "sar + come", "zerosiam")
+        if name in networks[0]["cells"]
+    ]
     columns = list(networks[0]["cells"][shown[0]])
     figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), sharex=True, sharey=True, layout="constrained")
     for axis, method in zip(axes.flat, shown, strict=False):
-        values = [[kept["cells"].get(method, {}).get(cell, {}).get("gain", math.nan) for cell in columns] for kept in networks]
+        values = [
+            [kept["cells"].get(method, {}).get(cell, {}).get("gain", math.nan) for cell in columns] for kept in networks
+        ]
         picture = axis.imshow(values, cmap="RdBu", vmin=-20, vmax=20, aspect="auto")
         flat = [v for row in values for v in row if v == v]
         below = 100 * sum(v < -1 for v in flat) / len(flat)

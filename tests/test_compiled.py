@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -280,9 +282,81 @@ def test_a_stand_in_follows_the_model_without_a_step():
 
 def test_adapters_of_one_model_share_stand_ins():
     model, x = TinyClassifier(NORMS["layer"]).to(DEVICE), batches(1)[0].to(DEVICE)
-    for method in ("tent", "eata", "pl"):
-        come.adapt(model, method, precision="bf16", **({"beta": 0} if method == "eata" else {}))(x)
+    adapters = [come.adapt(model, method, precision="bf16") for method in ("tent", "zerosiam", "pl")]
+    for adapter in adapters:
+        adapter(x)
     assert len(StandIns.of(model).made) == 1
+
+
+class Detours(nn.Module):
+    """A model that comes to one of its norm layers on ways that no copy follows."""
+
+    def __init__(self, norm, way):
+        super().__init__()
+        self.first, self.norms, self.head = (
+            nn.Linear(4, 8),
+            nn.ModuleList([NORMS_1D[norm](), NORMS_1D[norm]()]),
+            nn.Linear(8, 3),
+        )
+        layer = self.norms[1]
+        if way == "closure":
+            self.way = lambda x: layer(x)
+        elif way == "its tensors":
+            self.way = lambda x: x * layer.weight + layer.bias
+        elif way == "weak reference":
+            self.parent, self.way = weakref.ref(self), None
+        elif way == "forward":
+            own = self.forward
+            self.forward = lambda x: own(x)
+            self.way = layer
+        elif way == "uncopied":
+            self.way, self.lock = layer, threading.Lock()
+        elif way == "shared":
+            self.way = layer
+            layer.__class__ = type("Shared", (type(layer),), {"__deepcopy__": lambda self, memo: self})
+
+    def forward(self, x):
+        way = self.parent().norms[1] if self.way is None else self.way
+        return self.head(way(self.norms[0](self.first(x))))
+
+
+NORMS_1D = {"layer": lambda: nn.LayerNorm(8), "batch": lambda: nn.BatchNorm1d(8)}
+
+
+@pytest.mark.parametrize("norm", NORMS_1D)
+@pytest.mark.parametrize("way", ["closure", "its tensors", "weak reference", "forward", "uncopied", "shared"])
+def test_a_model_that_cannot_be_copied_is_run_itself(way, norm):
+    """A layer that was reached through a closure stayed as it was, in bf16, and took the statistics of the source."""
+    torch.manual_seed(0)
+    model, x = Detours(norm, way), torch.randn(32, 4)
+    before = copy.deepcopy(model.state_dict())
+    plain, fast = (come.adapt(model, "tent", lr=0.05, precision=precision) for precision in ("float32", "bf16"))
+    with pytest.warns(UserWarning, match="Detours is run itself and not compiled, since it"):
+        fast(x)
+    plain(x)
+    for _ in range(4):
+        plain(x), fast(x)
+    weights = "norms.1.weight"
+    moved = (plain.adapted_parameters[weights] - before[weights]).abs().max()
+    assert (fast.adapted_parameters[weights] - plain.adapted_parameters[weights]).abs().max() < 0.2 * moved
+    assert (fast.predict(x) - plain.predict(x)).abs().max() < 0.05
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    with pytest.raises(
+        come.ModelError, match=r"Detours cannot be shared by streams, since it.*; use one adapter for each"
+    ):
+        come.Fleet(model, "tent", streams=2)(x, ["0", "1"] * 16)
+
+
+def test_a_model_is_freed_that_its_stand_in_leads_to():
+    model, x = TinyClassifier(NORMS["layer"]), batches(1)[0]
+    model.register_forward_hook(lambda *_, model=model: type(model) and None)  # harms no copy, and holds the model
+    fast = come.adapt(model, "tent", precision="bf16")
+    fast(x)
+    gone = weakref.ref(model)
+    del model, fast
+    gc.collect()
+    assert gone() is None
 
 
 def test_one_model_in_two_modes():
@@ -344,10 +418,10 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
     class Refuses(Exception):  # noqa: N818
         __module__ = "torch._dynamo.exc"
 
-    def refuses(self, given, x, share=None):
+    def refuses(self, given, x, **more):
         if self._compiled:
             raise Refuses("no compiler here")
-        return inner(self, given, x, share)
+        return inner(self, given, x, **more)
 
     inner = StandIn.__call__
     monkeypatch.setattr(StandIn, "__call__", refuses)
@@ -379,6 +453,26 @@ def test_the_mode_is_in_the_repr():
 def test_a_mode_that_is_none_is_refused(given, message):
     with pytest.raises(come.ConfigError, match=message):
         come.adapt(TinyClassifier(NORMS["layer"]), "tent", **given)
+
+
+def test_tf32_is_put_back_by_the_last_of_steps_that_overlap():
+    """Two threads: the second one found what the first had set, and put that back for good."""
+    settings = [torch.backends.cuda.matmul, torch.backends.cudnn]
+    mode, entered, ended = Mode("tf32"), threading.Event(), threading.Event()
+
+    def overlaps():
+        with mode.active():
+            entered.set()
+            ended.wait(10)
+
+    thread = threading.Thread(target=overlaps)
+    with mode.active():
+        thread.start()
+        assert entered.wait(10)
+    assert all(one.allow_tf32 for one in settings)  # the other thread's step still runs
+    ended.set()
+    thread.join()
+    assert not any(one.allow_tf32 for one in settings)
 
 
 def test_tf32_is_put_back():

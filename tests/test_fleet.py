@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import gc
 import json
+import multiprocessing
+import os
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -283,6 +290,71 @@ def test_a_step_that_fails_has_not_happened_for_any_stream(make, monkeypatch):
     fleet(xs[2], list("01110"))
 
 
+def test_an_interrupt_at_any_line_of_a_step_strikes_all_streams_or_none(make):
+    """An interrupt between the first and the last stream left a step that some had made and others not."""
+    fleet, x = make("tent", streams=3, dtype=torch.float32), stream(1, size=6, dtype=torch.float32)[0]
+    fleet(x, list("012012"))
+    left = 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != come.fleet.__file__ or frame.f_code.co_name not in ("step", "_fetch", "_follow"):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    def interrupted(line):
+        nonlocal left
+        left = line
+        sys.settrace(trace)
+        try:
+            fleet(x, list("012012"))
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    line = 1
+    while interrupted(line):
+        counts = [fleet.count(name) for name in "012"]
+        assert len(set(counts)) == 1, (line, counts)
+        line += 1
+    assert line > 20
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_an_event_handler_raises(error, make):
+    """An interrupt in it undoes the step for all streams; an error of its own is counted for the stream of the event."""
+    raised = []
+
+    def handler(event):
+        raised.append(event)
+        raise error("in the handler")
+
+    fleet = make("tent", streams=2, guard=come.Guard(on_event=handler), dtype=torch.float32)
+    x = stream(1, size=4, dtype=torch.float32)[0]
+    bad = x.clone()
+    bad[0] = torch.nan
+    for batch in (bad, x):
+        fleet(batch, list("0101"))
+    before = {name: fleet.adapted_parameters(name) for name in "01"}
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            fleet(x, list("0101"))
+        assert [fleet.count(name) for name in "01"] == [2, 2]
+        for name in "01":
+            assert all(torch.equal(v, before[name][k]) for k, v in fleet.adapted_parameters(name).items())
+    else:
+        fleet(x, list("0101"))
+        assert [fleet.health(name)["callback_failed"] for name in "01"] == [1, 0]
+        assert fleet._one.health()["callback_failed"] == 0
+    assert [event.details["stream"] for event in raised] == ["0"]
+
+
 def test_predict_changes_nothing_and_is_what_an_adapter_predicts(make):
     fleet, adapters = make("sar", streams=2), {n: make.adapter("sar") for n in "01"}
     xs = stream(4, size=5)
@@ -394,8 +466,7 @@ def test_the_least_recently_used_is_put_away_and_comes_back(on_disk, make, tmp_p
     assert_same(fleet, adapters, stream(15, size=5), names, atol=1e-7)
     assert fleet.streams[-2:] == [names[-1][0], names[-1][1]] or fleet.streams[-2:] == [names[-1][1], names[-1][0]]
     if on_disk:
-        assert len(list(tmp_path.glob("*.safetensors"))) == 4
-        assert sum(s.moment is None for s in fleet._streams.values()) == 4
+        assert len(list(tmp_path.glob("*/*.safetensors"))) == 4
     for name, adapter in adapters.items():
         assert fleet.health(name) == pytest.approx(adapter.health(), abs=1e-6, nan_ok=True)
     with pytest.raises(come.InputError, match="samples of 3 streams, and resident=2 fit"):
@@ -403,6 +474,8 @@ def test_the_least_recently_used_is_put_away_and_comes_back(on_disk, make, tmp_p
     fleet.close(names[0][0])
     assert len(fleet) == 5
     assert names[0][0] not in fleet
+    fleet.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_save_and_load_of_one_and_of_all(make, tmp_path):
@@ -518,6 +591,176 @@ def test_a_stream_on_disk_can_be_looked_at(tmp_path):
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     fleet.step(x, "b")
     assert fleet.count("a") == 1
+
+
+# ---- on disk ----
+
+
+def on_disk(tmp_path, **more):
+    """A fleet of a and b, of which only one is in memory, and its batch."""
+    torch.manual_seed(0)
+    model = TinyClassifier(NORMS["group"])
+    return come.Fleet(model, "tent", streams=["a", "b"], resident=1, folder=tmp_path, lr=0.05, **more), batches(
+        1, size=8
+    )[0]
+
+
+def test_two_fleets_in_one_folder(tmp_path):
+    """The second one wrote over the files of the first, which then had its weights."""
+    (first, x), (second, _) = on_disk(tmp_path), on_disk(tmp_path)
+    first.step(x, "a")
+    expected = first.predict(x, "a")
+    first.step(x, "b")
+    for _ in range(3):
+        second.step(x, "a")
+    second.step(x, "b")
+    assert torch.equal(first.predict(x, "a"), expected)
+
+
+def test_a_copy_deletes_nothing_that_the_fleet_needs(tmp_path):
+    fleet, x = on_disk(tmp_path)
+    fleet.step(x, "a")
+    expected = fleet.predict(x, "a")
+    fleet.step(x, "b")
+    other = copy.deepcopy(fleet)
+    assert torch.equal(other.predict(x, "a"), expected)
+    other.close()
+    del other
+    gc.collect()
+    assert torch.equal(fleet.predict(x, "a"), expected)
+    assert other_fleet_reads(fleet, x, expected)
+
+
+def other_fleet_reads(fleet, x, expected):
+    """A copy outlives the fleet that it was made of."""
+    fleet.step(x, "b")
+    other = copy.deepcopy(fleet)
+    fleet.close()
+    return torch.equal(other.predict(x, "a"), expected)
+
+
+def step_in_child(fleet, x, answers):
+    fleet.step(x, "a")
+    fleet.close()
+    answers.put(fleet.streams)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_deletes_nothing_that_the_fleet_needs(tmp_path):
+    fleet, x = on_disk(tmp_path)
+    fleet.step(x, "a")
+    expected = fleet.predict(x, "a")
+    fleet.step(x, "b")
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=step_in_child, args=(fleet, x, answers))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert answers.get() == []
+    assert torch.equal(fleet.predict(x, "a"), expected)
+
+
+def test_a_snapshot_in_the_folder_is_left_alone(tmp_path):
+    fleet, x = on_disk(tmp_path)
+    fleet.step(x, "a")
+    saved, all_of_them = tmp_path / come.fleet.file_name("a"), tmp_path / "all"
+    fleet.save(saved, "a")
+    before = saved.read_bytes()
+    for name in "ababa":
+        fleet.step(x, name)
+    fleet.save(all_of_them)
+    fleet.close()
+    assert saved.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "all"]
+
+
+def test_streams_on_disk_follow_the_model(tmp_path):
+    """After model.double() they were refused, as of another model."""
+    (tmp_path / "other").mkdir()
+    (fleet, x), (alone, _) = on_disk(tmp_path), on_disk(tmp_path / "other")
+    alone._resident = None
+    for name in "ab":
+        fleet.step(x, name), alone.step(x, name)
+    for one in (fleet, alone):
+        one._one.model.double()
+    for name in "abab":
+        torch.testing.assert_close(fleet.step(x.double(), name).logits, alone.step(x.double(), name).logits)
+    assert fleet._rates[1].dtype == torch.float64
+    fleet.save(tmp_path / "a.safetensors", "a")  # which is on disk
+    fleet.load(tmp_path / "a.safetensors", "a")
+
+
+def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
+    fleet, x = on_disk(tmp_path)
+    fleet.step(x, "b")
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        for act in (lambda: fleet.open("c"), lambda: fleet.step(x, "a"), lambda: fleet.reset()):
+            with pytest.raises(come.StateError, match="No space left on device"):
+                act()
+    assert fleet.streams == ["a", "b"]
+    assert [fleet.count(name) for name in "ab"] == [0, 1]
+    fleet.step(x, "a")
+
+
+def test_looking_at_a_stream_leaves_it_where_it_is_and_a_reset_keeps_its_counters(tmp_path):
+    fleet, x = on_disk(tmp_path)
+    bad = x.clone()
+    bad[0] = torch.nan
+    for batch in (bad, x, x):
+        fleet.step(batch, "a")
+    fleet.step(x, "b")
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert fleet.count("a") == 3
+    assert list(tmp_path.rglob("*.safetensors")) == files
+    fleet.step(x, "b")
+    fleet.reset("a")
+    assert fleet.health("a")["invalid_samples"] == 1
+
+
+def test_the_memory_that_is_available_counts(monkeypatch):
+    """Not what is free: most of a computer's memory is a cache of files, which makes room."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    assert len(come.Fleet(TinyClassifier(NORMS["group"]), streams=3)) == 3
+
+
+def test_a_stream_without_a_threshold_beside_one_that_has_one(tmp_path):
+    model, x = TinyClassifier(NORMS["group"]), batches(1, size=8)[0]
+    with_one = come.Fleet(model, "tent", streams=["a"])
+    with_one.calibrate(batches(10, seed=5), coverage=0.7)
+    with_one.save(tmp_path / "a.safetensors", "a")
+    fleet = come.Fleet(model, "tent", streams=["b"])
+    fleet.load(tmp_path / "a.safetensors", "a")
+    out = fleet.step(x, list("abababab"))
+    assert torch.equal(out.abstain[::2], with_one.step(x[::2], "a").abstain)
+    assert not out.abstain[1::2].any()
+
+
+def test_what_only_some_groups_return():
+    from come.fleet import _in_order
+
+    one, two = torch.ones(1, 3), torch.zeros(2, 3)
+    out = _in_order([([1], come.method.Step(one)), ([0, 2], come.method.Step(two, torch.ones(2)))], 3)
+    assert out.logits[:, 0].tolist() == [0, 1, 0]
+    assert out.loss[::2].tolist() == [1, 1]
+    assert out.loss[1].isnan()
+    assert out.valid is None
+
+
+def test_a_seed_of_its_own_is_loaded_as_it_was(make, tmp_path):
+    """It came back as 3.0, which draws other numbers than 3."""
+    fleet, again, x = make("deyo"), make("deyo"), stream(1, size=6)[0]
+    fleet.open("a", seed=3)
+    fleet.save(tmp_path)
+    again.load(tmp_path)
+    assert repr(again._streams["a"].own) == "{'seed': 3}"
+    assert torch.equal(again(x, "a"), fleet(x, "a"))
+    assert all(torch.equal(v, fleet.adapted_parameters("a")[k]) for k, v in again.adapted_parameters("a").items())
 
 
 # ---- bad input ----

@@ -604,7 +604,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
     come.adapt(TinyClassifier(NORMS["layer"], seed=1), "tent", lr=0.1).save(tmp_path / "other")
     good = bytearray((tmp_path / "good").read_bytes())
     (tmp_path / "cut").write_bytes(good[:100])
-    (tmp_path / "version").write_bytes(good.replace(b'"version":"5"', b'"version":"4"'))
+    (tmp_path / "version").write_bytes(good.replace(b'"version":"6"', b'"version":"5"'))
     good[-1] ^= 1
     (tmp_path / "flipped").write_bytes(good)
     (tmp_path / "junk").write_bytes(b"not a state")
@@ -614,7 +614,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
         "other": "another source model than this TinyClassifier",
         "cut": "cannot read",
         "flipped": "checksum mismatch",
-        "version": "has version '4' of the format, this come reads 5",
+        "version": "has version '5' of the format, this come reads 6",
         "junk": "cannot read",
         "nowhere": "cannot read",
         "foreign": "must have format 'come-state', got None",
@@ -657,7 +657,7 @@ def test_states_of_another_configuration_are_refused_and_change_nothing(make, me
         (lambda s: without(s, "moment.momentum"), r"'moment.momentum' of the state must be .*, got nothing"),
         (lambda s: {**s, "moment.momentum": torch.zeros(3)}, r"'moment.momentum' of the state .*, got .* \(3,\)"),
         (lambda s: {**s, "moment.momentum": s["moment.momentum"] / 0}, "'moment.momentum' of the state is not finite"),
-        (lambda s: {**s, "count": torch.tensor(-1)}, "'count' of the state must be >= 0, got -1"),
+        (lambda s: {**s, "count": torch.tensor(-1)}, "'count' of the state must be an integer >= 0, got -1"),
         (lambda s: {**s, "configuration": torch.zeros(3, dtype=torch.uint8)}, "configuration .* cannot be read"),
     ],
 )

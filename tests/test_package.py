@@ -91,7 +91,7 @@ LAYERS = [
     ["borrowed"],
     ["method"],
     ["methods", "saving", "transition"],
-    ["compiled", "export", "many"],
+    ["compiled", "export", "many", "spilled"],
     ["adapter"],
     ["fleet"],
     ["callbacks", "testing"],

@@ -424,6 +424,73 @@ def test_a_state_that_is_not_finite_is_refused(name, value):
     assert same(before, adapter.state_dict())
 
 
+@pytest.mark.parametrize("method", ["cotta", "eata", "roid", "sar", "steady", "t3a"])
+def test_what_a_method_remembers_must_be_finite(method, build):
+    adapter = build(build.model(method)(NORMS["batch" if method == "cotta" else "layer"]), method)
+    adapter(batches(1)[0])
+    saved = adapter.state_dict()
+    names = [name for name, value in saved.items() if name.startswith("state.") and value.is_floating_point()]
+    assert names
+    for name in names:
+        for value in (math.nan, math.inf):
+            with pytest.raises(come.StateError, match=f"'{name}' of the state is not finite"):
+                adapter.load_state_dict(saved | {name: torch.full_like(saved[name], value)})
+    adapter.load_state_dict(saved)
+
+
+UNLIMITED = {("guard.latest", value) for value in ("nan", "inf", "-1", "1e30")} | {
+    ("guard.history", "nan"),  # no batch yet
+    ("guard.history", "1e30"),
+    ("guard.rows", "1e30"),
+    ("guard.row", "1e30"),
+    ("guard.rows", "-1"),
+    ("guard.row", "-1"),
+    ("guard.counters", "1e30"),
+    ("guard.sums", "1e30"),
+    ("guard.healthy", "1e30"),
+    ("guard.healthy", "-1"),
+    ("guard.candidate", "1e30"),
+    ("guard.candidate", "-1"),
+}
+"""What may be so: signals that were not finite are shown, and these have no limits."""
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e30"])
+def test_what_the_guard_remembers_must_be_in_range(value):
+    """guard.counters gave a raw ValueError, and guard.scale=1e30 multiplied the learning rate."""
+    adapter = come.adapt(tiny(), "tent", optimizer="adam")
+    for x in batches(20, size=64):
+        adapter(x)
+    adapter._now = replace(adapter._now, watch=replace(adapter._now.watch, sums=torch.ones(15, dtype=torch.float64)))
+    saved = adapter.state_dict()
+    names = [name for name in saved if name.startswith("guard.") or name in ("count", "selected")]
+    assert {"guard.scale", "guard.counters", "guard.sums", "guard.healthy", "guard.pending.1"} <= set(names)
+    for name in names:
+        whole = not saved[name].is_floating_point()
+        if (name, value) in UNLIMITED or (whole and value != "-1"):
+            continue
+        with pytest.raises(come.StateError, match=r"of the state|must be"):
+            adapter.load_state_dict(saved | {name: torch.full_like(saved[name], float(value))})
+    assert same(saved, adapter.state_dict())
+    with pytest.raises(come.StateError, match=r"'moment\.second' of the state must be >= 0"):
+        adapter.load_state_dict(saved | {"moment.second": -torch.ones_like(saved["moment.second"])})
+
+
+def test_the_note_is_under_the_checksum(tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    fleet, path = come.Fleet(tiny(), streams=["a"]), tmp_path / "a.safetensors"
+    path.write_bytes(fleet.packed("a", "mine"))
+    assert come.saving.note_of(path) == "mine"
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    save_file(load_file(path), path, metadata=about | {"note": "yours"})
+    for act in (lambda: fleet.load(path, "a"), lambda: come.saving.note_of(path)):
+        with pytest.raises(come.StateError, match="checksum mismatch"):
+            act()
+
+
 def test_a_model_that_is_broken_from_the_start_is_refused():
     model = tiny()
     with torch.no_grad():

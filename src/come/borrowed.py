@@ -8,6 +8,7 @@ called at any time, any number of times.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -28,7 +29,7 @@ from come.batchnorm import (
 from come.by_stream import Block
 from come.errors import ConfigError, InputError, ModelError, shown
 from come.inputs import Arguments, Inputs, Key, checked, expected_dims
-from come.running import Function, Mode, Place, StandIn, StandIns, call_with, fused
+from come.running import OUT_OF_REACH, Function, Mode, Place, StandIn, StandIns, UncopiedError, call_with, fused
 from come.select import BATCH_NORMS, Selector, is_norm
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Borrowed:
         """What this one computes of the call under way, if it is divided."""
         self._built_from: tuple[Any, ...] = ()
         """The model's weights and buffers at the last step."""
+        self._stand_ins = StandIns.of(model)
 
     # ---- the vector of adapted weights ----
 
@@ -235,13 +237,18 @@ class Borrowed:
             for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
         ]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
-        rule = None if hooks or self.mode.plain else self._rule_of(statistics, x.size)
+        rule = None if hooks or self.mode.plain or self._stand_ins.uncopied else self._rule_of(statistics, x.size)
+        share = statistics.share if isinstance(statistics, mixed) else None
         try:
             with self.mode.rounding(self.device):
-                if rule is None:
-                    return self._call_own(given, self.mode.images(x), statistics, hooks)
-                share = statistics.share if isinstance(statistics, mixed) else None
-                return self._stand_in(rule)(given, self.mode.images(x), share)
+                if rule is not None:
+                    try:
+                        return self._call_stand_in(rule, given, x, share=share)
+                    except UncopiedError as reason:
+                        self._stand_ins.give_up(str(reason))
+                        kind = type(self.model).__name__
+                        warnings.warn(f"{kind} is run itself and not compiled, since {reason}", stacklevel=2)
+                return self._call_own(given, self.mode.images(x), statistics, hooks)
         except (RuntimeError, ValueError, IndexError) as error:
             if (explained := self._explained(error, x)) is error:
                 raise
@@ -260,7 +267,11 @@ class Borrowed:
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         try:
             with self.mode.rounding(self.device):
-                return self._stand_in("streams")(given, self.mode.images(x), blocks=tuple(blocks))
+                return self._call_stand_in("streams", given, x, blocks=tuple(blocks))
+        except UncopiedError as reason:
+            raise ModelError(
+                f"{type(self.model).__name__} cannot be shared by streams, since {reason}; use one adapter for each stream"
+            ) from reason
         except (RuntimeError, ValueError, IndexError) as error:
             if (explained := self._explained(error, x)) is error:
                 raise
@@ -293,6 +304,24 @@ class Borrowed:
             self._undo(mark)
             self._refresh(known)
 
+    def _call_stand_in(
+        self, rule: StatisticsRule | Literal["streams"], given: dict[str, Any], x: Inputs, **more: Any
+    ) -> Any:
+        """Call a stand-in, with the user's own tensors out of its reach."""
+        away: list[Place] = [
+            (slot.owner._parameters, slot.attribute, OUT_OF_REACH) for slot in (*self._slots, *self._affine)
+        ]
+        away += [
+            (slot.owner._buffers, slot.attribute, OUT_OF_REACH)
+            for slot in self._buffers
+            if slot.owner._buffers.get(slot.attribute) is not None
+        ]
+        stand_in = self._stand_in(rule)
+        self._swapped = True
+        out = stand_in(given, self.mode.images(x), away=away, **more)
+        self._swapped = False
+        return out
+
     def _rule_of(self, statistics: Statistics, batch: int) -> StatisticsRule | None:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
         if statistics is None or not self.norms:
@@ -306,7 +335,7 @@ class Borrowed:
     def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> StandIn:
         """The model as it is run, made when it is first needed."""
         key = (rule, self.compiled, self.mode, self._names)
-        known = StandIns.of(self.model)
+        known = self._stand_ins
         if key not in known.made:
             with torch.no_grad():
                 layers = dict(zip(self.norms, self.layers(), strict=True))
@@ -342,7 +371,7 @@ class Borrowed:
             if t is not None
         )
         now = (layers, values)
-        StandIns.of(self.model).follow(now)
+        self._stand_ins.follow(now)
         same, self._built_from = now == self._built_from, now
         return same
 

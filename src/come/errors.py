@@ -211,3 +211,23 @@ def require_number(name: str, value: Any, limit: str) -> bool:
     """
     require(isinstance(value, (int, float)) and not isinstance(value, bool), name, value, limit)
     return True
+
+
+def saved_number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> float:
+    """A number of a saved state, of a tensor that must hold one in [low, high]; else raise a `StateError`.
+
+    >>> import torch
+    >>> saved_number("count", torch.tensor(3), 0, 10, whole=True)
+    3
+    >>> saved_number("count", torch.tensor(torch.nan), 0, 10, whole=True)
+    Traceback (most recent call last):
+    come.errors.StateError: 'count' of the state must be an integer in [0, 10], got nan; use an older snapshot
+    """
+    found: float = value.item() if value.numel() == 1 and not value.is_complex() else float("nan")
+    if not low <= found <= high or (whole and found != int(found)):
+        limit = f">= {low:g}" if found < low else f"in [{low:g}, {high:g}]"
+        given = found if value.numel() == 1 else shown(value)
+        raise StateError(
+            f"{name!r} of the state must be {'an integer ' if whole else ''}{limit}, got {given}; use an older snapshot"
+        )
+    return int(found) if whole else float(found)

@@ -8,13 +8,11 @@ the same time and call the model together, see `come.meeting`.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-import os
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -41,6 +39,7 @@ from come.method import Method, Step, untracked
 from come.objectives import Objective
 from come.optim import TorchRule
 from come.running import Precision
+from come.spilled import Spilled, SpillFolder
 from come.stacked import apart, index, joined, over, parted, sent
 from come.transition import After, Before, How
 from come.trees import changed
@@ -52,17 +51,14 @@ Name = str | int
 NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Stream:
-    """One of the streams."""
+    """One of the streams, as it is now."""
 
     method: Method
     """With its own learning rate and thresholds."""
     own: dict[str, float]
-    moment: Moment | None
-    """None while it is on disk."""
-    health: dict[str, float] | None = None
-    """As it was when it was put on disk."""
+    moment: Moment | Spilled
 
 
 class _Part(NamedTuple):
@@ -105,7 +101,8 @@ class Fleet:
         streams: names of streams to open, or how many; these are then called "0", "1", ...
         resident: so many streams at most keep their state on the device; the least recently used go to host memory, or to
             `folder`. None: all.
-        folder: where streams go that are not resident, while the fleet lives; it must exist. To keep states use `save`.
+        folder: where streams go that are not resident, while the fleet lives: into a folder of its own in this one, which
+            must exist. To keep states use `save`.
         guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
         precision: as in `come.adapt`.
         compile: as in `come.adapt`: each number of streams and of samples is a shape of its own, so it pays where these repeat.
@@ -145,8 +142,7 @@ class Fleet:
                 "a fleet cannot have Guard(policy='raise'): the collapse of one stream would stop all others; use 'recover', "
                 "'freeze' or 'warn', and on_event"
             )
-        self._folder = None if folder is None else Path(folder)
-        if self._folder is not None and not self._folder.is_dir():
+        if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
         self._one = adapt(
             model,
@@ -174,18 +170,37 @@ class Fleet:
                 f"{name!r} cannot differ by stream: a fleet knows weights and biases of normalization layers only; choose "
                 "these with select=come.select.norm_affine(), or use one adapter for each stream"
             )
-        self._many = Many(self._one._core)
-        self._steps = self._one._steps = Steps(self._many)  # the adapter forgets them when the model was moved
+        self._begin()
         self._resident = resident
-        self._streams: OrderedDict[str, _Stream] = OrderedDict()
-        """Least recently used first."""
-        self._rates: tuple[tuple[float, ...], Tensor] | None = None
+        self._folder = None if folder is None else SpillFolder(Path(folder))
+        self._streams: dict[str, _Stream] = {}
+        """Least recently used first. Never changed: whatever changes streams puts another dict here when all has succeeded."""
         self._proven = False
         """Whether the model was seen to keep samples in the first dimension."""
         self._warned: set[str] = set()
         self._check_room(len(names) if resident is None else min(resident, len(names)))
         for name in names:
             self.open(name)
+
+    def _begin(self) -> None:
+        """What is made anew for a copy."""
+        self._many = Many(self._one._core)
+        self._steps = self._one._steps = Steps(self._many)  # the adapter forgets them when the model was moved
+        self._rates: tuple[Any, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: signals on their way from a GPU cannot be copied."""
+        with self._one._lock, untracked():
+            kept = dict(vars(self))
+            for name in ("_many", "_steps", "_rates"):
+                del kept[name]
+            kept["_streams"] = {name: replace(one, moment=_settled(one.moment)) for name, one in self._streams.items()}
+            return kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """From a copy or a pickle."""
+        vars(self).update(kept)
+        self._begin()
 
     # ---- calling it ----
 
@@ -195,6 +210,9 @@ class Fleet:
 
     def step(self, x: Any, streams: Any) -> Step:
         """Adapt every stream to its samples; returns what `Adapter.step` does, in the order of the batch.
+
+        Samples of a stream that has no threshold are not abstained from, and have a loss of NaN where the source answers for
+        good, if other samples of the batch have these.
 
         Args:
             x: a batch (B, ...), or a tuple or mapping of the model's arguments.
@@ -210,13 +228,17 @@ class Fleet:
                 now, said = self._one._begun(self._moment(name))
                 parts.append(_Part(name, mine, now, self._streams[name].method))
                 events += [(name, event) for event in said]
-            found = self._one._running(lambda: self._groups(inputs, parts))
-            moments = {name: moment for group in found for name, moment in group[0].items()}
-            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-            for name, moment in moments.items():
-                self._streams[name].moment = moment
-            self._tell(events)
-            return out
+            before = self._streams
+            try:
+                found = self._one._running(lambda: self._groups(inputs, parts))
+                moments = {name: moment for group in found for name, moment in group[0].items()}
+                out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
+                self._streams = before | {name: changed(before[name], moment=now) for name, now in moments.items()}
+                self._tell(events)
+                return out
+            except BaseException:
+                self._streams = before
+                raise
 
     @untracked()
     def predict(self, x: Any, streams: Any) -> Tensor:
@@ -232,8 +254,8 @@ class Fleet:
             parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
             found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
             out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-            calibrated = all(part.now.abstention is not None for part in parts)
-            return out._replace(abstain=self._below(out.logits, rows)) if calibrated else out
+            calibrated = {part.name: part.rows for part in parts if part.now.abstention is not None}
+            return out._replace(abstain=self._below(out.logits, calibrated)) if calibrated else out
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
@@ -256,12 +278,14 @@ class Fleet:
             torch.Size([4])
         """
         with self._one._lock:
-            promise = self._one.calibrate(data, **how)
-            for stream in self._streams.values():
-                if stream.moment is not None:  # those on disk get it when they come back
-                    begun = Abstention.begin(promise, stream.moment.weights.device)
-                    stream.moment = changed(stream.moment, abstention=begun)
-            return promise
+            before = self._one._promise, self._one._now
+            try:
+                promise = self._one.calibrate(data, **how)
+                self._streams = {name: _promising(stream, promise) for name, stream in self._streams.items()}
+                return promise
+            except BaseException:
+                self._one._promise, self._one._now = before
+                raise
 
     @property
     def promise(self) -> Promise | None:
@@ -274,11 +298,10 @@ class Fleet:
             return self._below(logits, self._ready(streams, len(logits)))
 
     def _below(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
-        found = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        found = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         for name, mine in rows.items():
-            with self._as(self._streams[name]):
-                at = index(mine, logits.device)
-                found[at] = self._one.abstains(logits[at])
+            at = index(mine, logits.device)
+            found[at] = self._view(self._streams[name]).abstains(logits[at])
         return found
 
     # ---- one step ----
@@ -364,8 +387,9 @@ class Fleet:
         moments = [part.now for part in parts]
         rates = tuple(self._one._rate_of(part.now, size, part.method) for part in parts)
         weights = torch.stack([now.weights for now in moments])
-        if self._rates is None or self._rates[0] != rates or self._rates[1].device != weights.device:
-            self._rates = rates, sent(rates, weights.device, weights.dtype)
+        key = rates, weights.device, weights.dtype
+        if self._rates is None or self._rates[0] != key:
+            self._rates = key, sent(rates, weights.device, weights.dtype)
         states = [now.state for now in moments]
         method = self._one.method
         own = {name: [getattr(part.method, name) for part in parts] for name in method.by_stream}
@@ -434,12 +458,15 @@ class Fleet:
 
     def _tell(self, events: list[tuple[str, Event]]) -> None:
         for name, event in events:
-            if event.kind == "probabilities":  # of the model, not of the stream: once
-                if event.kind in self._warned:
-                    continue
-                self._warned.add(event.kind)
+            if event.kind == "probabilities" and event.kind in self._warned:  # of the model, not of the stream: once
+                continue
             details = event.details | {"stream": name}
-            self._one._tell([event._replace(message=f"stream {name}: {event.message}", details=details)])
+            failed = self._one._tell([event._replace(message=f"stream {name}: {event.message}", details=details)])
+            self._warned.add(event.kind)
+            stream = self._streams.get(name)
+            if failed and stream is not None and isinstance(stream.moment, Moment) and stream.moment.watch is not None:
+                moment = changed(stream.moment, watch=stream.moment.watch.counted(failed))
+                self._streams = self._streams | {name: changed(stream, moment=moment)}
 
     # ---- streams ----
 
@@ -472,8 +499,7 @@ class Fleet:
             stream = self._new(own)
             room = len(self._streams) + 1
             self._check_room(room if self._resident is None else min(room, self._resident))
-            self._streams[name] = stream
-            self._evict(keep={name})
+            self._streams = self._evicted(self._streams | {name: stream}, keep={name})
 
     def _new(self, own: dict[str, float]) -> _Stream:
         method = self._one.method
@@ -491,21 +517,25 @@ class Fleet:
         with self._one._lock:
             if name is None:
                 self._one.close()
-                self._streams.clear()
+                self._streams, self._folder = {}, None
                 return
-            del self._streams[self._known(name)]
-            if (file := self._file(_name(name))) is not None:
-                file.unlink(missing_ok=True)
+            gone = self._known(name)
+            self._streams = {one: stream for one, stream in self._streams.items() if one != gone}
 
     def reset(self, name: Name | None = None) -> None:
         """Put a stream, or all, back to the source model."""
         with self._one._lock, untracked():
             self._one._check_open()
             self._follow()
-            for one in self._streams if name is None else [self._known(name)]:
-                stream = self._streams[one]
-                stream.moment = self._one._first() if stream.moment is None else self._one._begun_anew(stream.moment)
-            self._evict()
+            names = self._streams if name is None else [self._known(name)]
+            anew = {one: changed(self._streams[one], moment=self._anew(self._streams[one])) for one in names}
+            self._streams = self._evicted(self._streams | anew)
+
+    def _anew(self, stream: _Stream) -> Moment:
+        try:
+            return self._one._begun_anew(self._moment_of(stream))
+        except StateError:  # what it was is lost
+            return self._one._first()
 
     def __enter__(self) -> Self:
         """Enter a `with` block; at its end the fleet is closed."""
@@ -524,16 +554,11 @@ class Fleet:
         with self._one._lock:
             if name is None:
                 return {one: self.health(one) for one in self._streams}
-            stream = self._streams[self._known(name)]
-            if stream.moment is None:
-                return dict(stream.health or {})
-            with self._as(stream):
-                return self._one.health()
+            return self._streams[self._known(name)].moment.health()
 
     def count(self, name: Name) -> int:
         """Batches that a stream has adapted to since it was opened or reset."""
-        with self._looking_at(name) as one:
-            return one.count
+        return self._look(name).count
 
     def learning_rate(self, name: Name, batch: int) -> float | None:
         """The learning rate of a stream for so many samples of it, before the guard's factor; None if nothing descends."""
@@ -542,22 +567,16 @@ class Fleet:
 
     def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
         """The adapted parameters of a stream by name: copies."""
-        with self._looking_at(name) as one:
-            return one.adapted_parameters
+        return self._look(name).adapted_parameters
 
     def state(self, name: Name) -> dict[str, Tensor]:
         """What the method remembers of a stream: copies."""
-        with self._looking_at(name) as one:
-            return one.state
+        return self._look(name).state
 
-    @contextmanager
-    def _looking_at(self, name: Name) -> Iterator[Adapter]:
-        """The adapter as that of one stream, which is brought to the device first."""
+    def _look(self, name: Name) -> Adapter:
+        """The adapter of one stream, as it is now; the stream stays where it is."""
         with self._one._lock, untracked():
-            name = self._known(name)
-            self._fetch([name])
-            with self._as(self._streams[name]):
-                yield self._one
+            return self._view(self._streams[self._known(name)])
 
     def __repr__(self) -> str:
         """The adapter, and how many streams."""
@@ -593,8 +612,8 @@ class Fleet:
             name: of the stream.
             note: a text of yours that travels with it; `come.saving.note_of` reads it from the file.
         """
-        with self._looking_at(name) as one:
-            return saving.packed(one, note)
+        with self._one._lock, untracked():
+            return saving.packed(self._look(name), note)
 
     def load(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Continue a stream, which is opened if it is not, from a file that `save` or `Adapter.save` wrote.
@@ -614,45 +633,41 @@ class Fleet:
                     stream = self._new(own)
                     file = Path(path) / file_name(one)
                     found[one] = replace(stream, moment=self._read(stream, file))
-            for one, stream in found.items():
-                self._streams[one] = stream
-                self._streams.move_to_end(one)
-            self._evict()
+            others = {one: stream for one, stream in self._streams.items() if one not in found}
+            self._streams = self._evicted(others | found)
 
     def _write(self, name: str, path: Path) -> None:
-        stream = self._streams[name]
-        if stream.moment is None:
-            kept = self._file(name)
-            assert kept is not None
-            with replacing(path) as beside:
-                beside.write_bytes(kept.read_bytes())
-            return
-        with self._as(stream):
-            saving.save(self._one, path)
+        saving.save(self._view(self._streams[name]), path)
 
     def _read(self, stream: _Stream, path: Path) -> Moment:
-        with self._as(replace(stream, moment=self._one._first())):
-            return saving.restored(self._one, saving.read(path, self._one.method.name))
+        first = replace(stream, moment=self._one._first())
+        return saving.restored(self._view(first), saving.read(path, self._one.method.name))
 
     # ---- inside ----
 
-    @contextmanager
-    def _as(self, stream: _Stream) -> Iterator[None]:
-        """The adapter as that of one stream."""
-        one, core = self._one, self._one._core
-        before = one._now, one.method
-        try:
-            one.method = core.method = stream.method
-            if stream.moment is not None:
-                one._now = stream.moment
-            yield
-        finally:
-            one._now, one.method = before
-            core.method = before[1]
+    def _view(self, stream: _Stream) -> Adapter:
+        """The adapter of one stream: all but its moment and its method is that of all."""
+        one, core = object.__new__(Adapter), copy.copy(self._one._core)
+        core.method = stream.method
+        vars(one).update(vars(self._one), _now=self._moment_of(stream), _core=core, method=stream.method)
+        return one
+
+    def _moment_of(self, stream: _Stream) -> Moment:
+        """The moment of a stream where the model is, from disk if it is there."""
+        one, moment = self._one, stream.moment
+        if isinstance(moment, Spilled):
+            first = self._view(changed(stream, moment=one._first()))
+            moment = saving.resumed(first, moment.tensors(one.method.name))
+        return moment if self._at_home(moment) else one._brought(moment)
+
+    def _at_home(self, moment: Moment) -> bool:
+        """Whether it is where the model is, in its precision."""
+        borrowed = self._one._borrowed
+        return moment.weights.device == borrowed.device and moment.weights.dtype == borrowed.dtype
 
     def _moment(self, name: str) -> Moment:
         moment = self._streams[name].moment
-        assert moment is not None
+        assert isinstance(moment, Moment)
         return moment
 
     def _known(self, name: Name) -> str:
@@ -688,70 +703,68 @@ class Fleet:
 
     def _ready(self, streams: Any, size: int) -> dict[str, list[int]]:
         """For a batch: its rows by stream, with the state of each where the model is."""
-        rows = self._rows(streams, size)
-        self._fetch(list(rows))
         self._one._check_open()
+        rows = self._rows(streams, size)
         self._follow()
+        self._fetch(list(rows))
         return rows
 
     def _fetch(self, names: list[str]) -> None:
         """Bring the state of these streams to the device, and note that they were used."""
         with untracked():
+            streams = dict(self._streams)
             for name in names:
-                self._load_back(name)
-                self._streams.move_to_end(name)
-            self._evict(keep=set(names))
+                stream = streams.pop(name)
+                streams[name] = changed(stream, moment=self._moment_of(stream))
+            self._streams = self._evicted(streams, keep=set(names))
 
-    def _load_back(self, name: str) -> None:
-        stream, file = self._streams[name], self._file(name)
-        if stream.moment is None and file is not None:
-            stream.moment = self._read(stream, file)
-            file.unlink(missing_ok=True)
-        assert stream.moment is not None
-        if stream.moment.weights.device != self._one._device:
-            stream.moment = self._one._brought(stream.moment)
-
-    def _evict(self, keep: set[str] | None = None) -> None:
-        """Put the least recently used streams elsewhere until no more than `resident` are on the device."""
+    def _evicted(self, streams: dict[str, _Stream], keep: set[str] | None = None) -> dict[str, _Stream]:
+        """These, with the least recently used elsewhere, so that no more than `resident` are on the device."""
         if self._resident is None:
-            return
-        here = [n for n, stream in self._streams.items() if stream.moment is not None and not self._parked(stream)]
+            return streams
+        here = [name for name, stream in streams.items() if self._is_here(stream)]
         for name in here[: max(0, len(here) - self._resident)]:
-            if keep is not None and name in keep:
-                continue
-            stream = self._streams[name]
-            if (file := self._file(name)) is not None:
-                self._write(name, file)
-                stream.health, stream.moment = self.health(name), None
-            elif stream.moment is not None:
-                stream.moment = stream.moment.to(torch.device("cpu"), self._one.method.on_host)
+            if keep is None or name not in keep:
+                streams[name] = self._put_away(streams[name])
+        return streams
 
-    def _parked(self, stream: _Stream) -> bool:
-        """Whether it is in host memory."""
-        return self._folder is None and stream.moment is not None and stream.moment.weights.device != self._one._device
+    def _put_away(self, stream: _Stream) -> _Stream:
+        """To disk, or to host memory."""
+        if self._folder is not None:
+            one = self._view(stream)
+            return changed(stream, moment=Spilled(self._folder, saving.packed(one), one.health()))
+        assert isinstance(stream.moment, Moment)
+        return changed(stream, moment=stream.moment.to(torch.device("cpu"), self._one.method.on_host))
 
-    def _file(self, name: str) -> Path | None:
-        return None if self._folder is None else self._folder / file_name(name)
+    def _is_here(self, stream: _Stream) -> bool:
+        """Whether it is on the device; without a folder, others are in host memory."""
+        moment = stream.moment
+        if isinstance(moment, Spilled):
+            return False
+        return self._folder is not None or moment.weights.device == self._one._device
 
     def _follow(self) -> None:
         """After the user has moved or cast the model, bring all resident streams along."""
         one = self._one
-        before = one._now.weights
         if one._borrowed.mode.plain and not one._borrowed.fresh():
             self._steps.forget()
+        if not self._at_home(one._now):  # before the adapter itself: if this is interrupted, it is done again
+            was = one._now.weights.device
+            self._streams = {
+                name: changed(stream, moment=one._brought(stream.moment))
+                if isinstance(stream.moment, Moment)
+                and (self._folder is not None or stream.moment.weights.device == was)
+                else stream
+                for name, stream in self._streams.items()
+            }
         one._follow()
-        if one._now.weights is before:
-            return
-        for stream in self._streams.values():
-            if stream.moment is not None and not self._parked(stream):
-                stream.moment = one._brought(stream.moment)
 
     def _check_room(self, streams: int) -> None:
         """Raise if the state of so many streams cannot be in memory."""
         one = self._one
         copies = 1 + sum(value.shape == one._now.weights.shape for value in one._now.moments.values())
         each = one._now.weights.nbytes * (copies + (2 if one.guard is not None else 0))
-        taken = sum(s.moment is not None and not self._parked(s) for s in self._streams.values())
+        taken = sum(map(self._is_here, self._streams.values()))
         free = _free(one._device)
         if free is not None and (streams - taken) * each > free:
             raise ConfigError(
@@ -770,11 +783,18 @@ def _index_of(folder: Path) -> dict[str, dict[str, float]]:
         found = json.loads((folder / INDEX).read_text())
         if found["format"] != FORMAT:
             raise StateError(f"{folder / INDEX} must have format {FORMAT!r}, got {shown(found['format'])}")
-        return {_name(name): {str(k): float(v) for k, v in own.items()} for name, own in found["streams"].items()}
+        return {_name(name): {k: _number(k, v) for k, v in own.items()} for name, own in found["streams"].items()}
     except OSError as error:
         raise StateError(f"cannot read {folder / INDEX}: {error.strerror}; give a folder that save() wrote") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"{folder / INDEX} is damaged: {error}; use an older copy") from error
+
+
+def _number(name: str, value: Any) -> float:
+    """As it was written: a seed is an integer."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {shown(value)}")
+    return value
 
 
 def _names(streams: int | Sequence[Name]) -> list[str]:
@@ -820,18 +840,44 @@ def _free(device: torch.device) -> int | None:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
         return None
 
 
 def _in_order(parts: list[tuple[list[int], Step]], size: int) -> Step:
-    """What groups returned, in the order of the batch; what some do not return is None."""
+    """What groups returned, in the order of the batch; what only some return is false, or NaN, for the others."""
     order = [row for rows, _ in parts for row in rows]
     columns = list(zip(*(step for _, step in parts), strict=True))
-    whole = [None if any(value is None for value in column) else torch.cat(column) for column in columns]
+    whole = [_column(column, [len(rows) for rows, _ in parts]) for column in columns]
     if order != list(range(size)):
         back = sorted(range(size), key=order.__getitem__)
         places = index(back, whole[0].device)  # type: ignore[union-attr]
         whole = [None if value is None else value.index_select(0, places) for value in whole]
     return Step(*whole)  # type: ignore[arg-type]
+
+
+def _column(values: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:
+    """One value of all samples, of what each group has returned."""
+    known = next((value for value in values if value is not None), None)
+    if known is None:
+        return None
+    unknown = False if known.dtype == torch.bool else torch.nan
+    parts = zip(values, sizes, strict=True)
+    return torch.cat([known.new_full((size,), unknown) if value is None else value for value, size in parts])
+
+
+def _settled(moment: Moment | Spilled) -> Moment | Spilled:
+    """With its signals on the host, for a copy."""
+    if isinstance(moment, Spilled) or moment.watch is None:
+        return moment
+    return changed(moment, watch=moment.watch.settled())
+
+
+def _promising(stream: _Stream, promise: Promise) -> _Stream:
+    """With a new promise; a stream on disk gets it when it comes back."""
+    if isinstance(stream.moment, Spilled):
+        return stream
+    begun = Abstention.begin(promise, stream.moment.weights.device)
+    return changed(stream, moment=changed(stream.moment, abstention=begun))

@@ -525,7 +525,10 @@ class Method(ABC):
         return {}
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """What `ctx.state` holds before the first batch `x`, after construction or a reset. Should be quick."""
+        """What `ctx.state` holds before the first batch `x`, after construction or a reset. Should be quick.
+
+        All of it must be finite, always: a saved state that is not is refused.
+        """
         return {}
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:  # noqa: B027 - most methods take any batch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
 
     momentum: float = 0.9
     weight_decay: float = 0.0
+    not_negative: ClassVar[tuple[str, ...]] = ()
+    """Moments that are never negative."""
 
     def __post_init__(self) -> None:
         require(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
@@ -95,6 +97,8 @@ class adam:  # noqa: N801
 
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
+    not_negative: ClassVar[tuple[str, ...]] = ("step", "second")
+    """Moments that are never negative."""
 
     def __post_init__(self) -> None:
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")

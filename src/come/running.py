@@ -1,16 +1,19 @@
 """How a model is run: in which precision, in which memory format, compiled or not.
 
 Anything but the default is run on a `StandIn`: a copy of the model's structure that is ours to change. It shares the memory of
-the user's weights, except where precision or memory format ask for other ones.
+the user's weights, except where precision or memory format ask for other ones. A copy is not always possible: a function
+that the model calls may lead back to the model's own layers, which know nothing of the adapted weights. So while a stand-in
+runs the user's tensors are out of reach, and a model whose copy asks for one of them is run itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -76,21 +79,9 @@ class Mode:
             return contextlib.nullcontext()
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """For a step: TF32, if asked for. These are settings of the whole process, and are put back."""
-        if self.precision != "tf32":
-            yield
-            return
-        owners: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-        before = [owner.allow_tf32 for owner in owners]
-        try:
-            for owner in owners:
-                owner.allow_tf32 = True
-            yield
-        finally:
-            for owner, value in zip(owners, before, strict=True):
-                owner.allow_tf32 = value
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """For a step: TF32, if asked for."""
+        return _tf32.on() if self.precision == "tf32" else contextlib.nullcontext()
 
     def images(self, x: Inputs) -> Inputs:
         """The batch in the memory format that is asked for."""
@@ -106,6 +97,50 @@ class Mode:
         if not (self.channels_last and value.ndim == 4 and value.is_cuda):
             return value
         return value.contiguous(memory_format=torch.channels_last)
+
+
+class _Tf32:
+    """TF32 while any step wants it.
+
+    torch has these settings for the whole process: other threads compute in TF32 meanwhile. The last step that ends puts them
+    back to what the first one found.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: set[object] = set()
+        self._before: list[tuple[Any, bool]] = []
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """For a step."""
+        step = object()
+        try:
+            try:
+                with self._lock:
+                    if not self._steps:
+                        owners = (torch.backends.cuda.matmul, torch.backends.cudnn)
+                        self._before = [(owner, owner.allow_tf32) for owner in owners]
+                    self._steps.add(step)
+                    for owner, _ in self._before:
+                        owner.allow_tf32 = True
+                yield
+            finally:
+                self._end(step)
+        finally:  # again, in case an interrupt struck in the line above
+            self._end(step)
+
+    def _end(self, step: object) -> None:
+        """May be called again."""
+        with self._lock:
+            if self._steps <= {step}:
+                for owner, value in self._before:
+                    owner.allow_tf32 = value
+                self._before = []
+            self._steps.discard(step)
+
+
+_tf32 = _Tf32()
 
 
 class MixedNorm(nn.Module):
@@ -219,29 +254,67 @@ def room() -> Iterator[None]:
 _fused: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
+class UncopiedError(Exception):
+    """A model whose copy does not compute what the model does, and why."""
+
+
+class _OutOfReach(Tensor):
+    """Stands in the place of the user's tensors while a stand-in runs."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Whoever uses it has come to the user's model."""
+        raise UncopiedError(
+            "it reaches layers of its own through a function, a global name or a weak reference, which no copy of it follows"
+        )
+
+
+OUT_OF_REACH: Tensor = torch.empty(0).as_subclass(_OutOfReach)
+
+
 class StandIns:
-    """The stand-ins of one model. All adapters of it share them: what one has compiled the next one need not."""
+    """The stand-ins of one model. All adapters of it share them: what one has compiled the next one need not.
+
+    They live as long as one of those adapters does, and nobody else holds them: a stand-in may lead to the user's model, which
+    must not live for ever by that.
+    """
 
     def __init__(self) -> None:
         self.built_from: tuple[Any, ...] = ()
         """The model's weights and buffers when they were made."""
         self.made: dict[Any, StandIn] = {}
         self.converted: Converted = {}
+        self.uncopied = ""
+        """Why there can be none, as far as is known."""
 
     @classmethod
     def of(cls, model: nn.Module) -> StandIns:
         """Those of that model."""
-        return _of.setdefault(model, cls())
+        known = _of.get(model)
+        found = None if known is None else known()
+        if found is None:
+            found = cls()
+            _of[model] = weakref.ref(found)
+        return found
 
     def follow(self, now: tuple[Any, ...]) -> None:
         """Drop what was made of other weights."""
         if now != self.built_from:
             self.built_from = now
-            self.made.clear()
-            self.converted.clear()
+            self._drop()
+
+    def give_up(self, reason: str) -> None:
+        """No stand-ins, until the model is another."""
+        self._drop()
+        self.uncopied = reason
+
+    def _drop(self) -> None:
+        self.made.clear()
+        self.converted.clear()
+        self.uncopied = ""
 
 
-_of: weakref.WeakKeyDictionary[nn.Module, StandIns] = weakref.WeakKeyDictionary()
+_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StandIns]] = weakref.WeakKeyDictionary()
 
 
 class StandIn:
@@ -255,6 +328,9 @@ class StandIn:
         mode: precision and memory format.
         compiled: whether `torch.compile` is used.
         converted: weights that were rounded or put in another memory format before; new ones are added.
+
+    Raises:
+        UncopiedError: the model cannot be copied; when it is called, also if the copy reaches the model itself.
     """
 
     def __init__(
@@ -268,7 +344,13 @@ class StandIn:
         converted: Converted,
     ) -> None:
         aliases = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-        self.module: nn.Module = copy.deepcopy(model, aliases)
+        try:
+            self.module: nn.Module = copy.deepcopy(model, aliases)
+        except Exception as error:
+            raise UncopiedError(f"it cannot be copied ({error})") from error
+        own = {id(module) for module in model.modules()}
+        if any(id(module) in own for module in self.module.modules()):
+            raise UncopiedError("its copy shares layers with it")
         self._mixing = mixed(torch.ones(()))
         """For the rule "mixed"; the share is another one at each call."""
         for module in self.module.modules():
@@ -332,6 +414,7 @@ class StandIn:
         x: Inputs,
         share: Tensor | float | None = None,
         blocks: tuple[Block, ...] = (Block(),),
+        away: Sequence[Place] = (),
     ) -> Any:
         """What the model returns for `x`.
 
@@ -340,8 +423,9 @@ class StandIn:
             x: the batch.
             share: of the batch's statistics, for the rule "mixed".
             blocks: which streams, for the rule "streams".
+            away: what the user's model must not hold meanwhile.
         """
-        places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
+        places: list[Place] = [*away, *((*self._places[name], value) for name, value in given.items())]
         if share is not None:
             places.append((vars(self._mixing), "share", torch.as_tensor(share)))
         places.append((vars(self._sharing), "blocks", blocks))

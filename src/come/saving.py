@@ -21,25 +21,27 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as deserialized
 from safetensors.torch import save as serialized
 from torch import Tensor, nn
 
 from come.abstain import Abstention, Promise
-from come.errors import StateError
+from come.errors import StateError, saved_number
 from come.files import replacing, unwritable
-from come.guard.watch import Watch
+from come.guard.watch import MOST, Watch
 from come.hub import Place
 from come.method import untracked
+from come.optim import adam, sgd
 from come.ranks import Ranks
 
 if TYPE_CHECKING:
     from come.adapter import Adapter, Moment
 
-FORMAT, VERSION = "come-state", 5
+FORMAT, VERSION = "come-state", 6
 
 
 def collect(adapter: Adapter) -> dict[str, Tensor]:
@@ -77,27 +79,40 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise StateError(f"{name!r} of the state must be a tensor, got {type(value).__name__}")
-    promise = _same_configuration(adapter, saved)
+    _same_configuration(adapter, saved)
     if not torch.equal(saved["fingerprint"].cpu(), _bytes(fingerprint(adapter))):
         raise StateError(
             f"this state belongs to another source model than this {type(adapter.model).__name__}, or to other source data; "
             "load the weights that the adapter was made with"
         )
-    now, device = adapter._now, adapter._device
+    return resumed(adapter, saved)
+
+
+def resumed(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
+    """The same for a state that this adapter has put away itself; its model may have been moved or cast since."""
+    now, rule = adapter._now, adapter._core.rule
     parts: dict[str, dict[str, Tensor]] = {"moment": {}, "state": {}, "guard": {}}
     for key, value in saved.items():
         kind, _, name = key.partition(".")
         if kind in parts and name:
             parts[kind][name] = value
-    for name in ("weights", *(f"moment.{k}" for k in parts["moment"])):
-        if saved[name].is_floating_point() and not saved[name].isfinite().all():
+    for name in ("weights", *(f"{kind}.{name}" for kind in ("moment", "state") for name in parts[kind])):
+        if not _is_finite(saved[name]):
             raise StateError(f"{name!r} of the state is not finite; use an older snapshot")
-    count = int(saved["count"])
-    if count < 0:
-        raise StateError(f"'count' of the state must be >= 0, got {count}")
-    selected = float(saved["selected"])
-    if not 0 <= selected <= 1:
-        raise StateError(f"'selected' of the state must be in [0, 1], got {selected}")
+    shapes = {"weights": now.weights.shape}
+    if isinstance(rule, (sgd, adam)):
+        shapes |= {f"moment.{name}": value.shape for name, value in now.moments.items()}
+        if extra := parts["moment"].keys() ^ now.moments.keys():
+            raise StateError(
+                f"the moments of the optimizer must be {sorted(now.moments)}, the state differs in {sorted(extra)}"
+            )
+        for name in rule.not_negative:
+            if (saved[f"moment.{name}"] < 0).any():
+                raise StateError(f"'moment.{name}' of the state must be >= 0 everywhere; use an older snapshot")
+    for name, shape in shapes.items():
+        if saved[name].shape != shape or not saved[name].is_floating_point():
+            raise StateError(f"{name!r} of the state must be float of shape {tuple(shape)}, got {_kind(saved[name])}")
+    count = int(saved_number("count", saved["count"], 0, MOST, whole=True))
     watch = None
     if adapter.guard is not None:
         watch = Watch.of(parts["guard"], adapter.guard, now.weights)
@@ -108,10 +123,17 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
         state={name: value.clone() for name, value in parts["state"].items()} if parts["state"] or count else None,
         count=count,
         watch=watch,
-        selected=selected,
-        abstention=_abstention(adapter, promise, saved.get("threshold")),
+        selected=saved_number("selected", saved["selected"], 0, 1),
+        abstention=_abstention(adapter, _about(saved)[2], saved.get("threshold")),
     )
-    return moment.to(device, adapter.method.on_host)
+    return moment.to(adapter._device, adapter.method.on_host)
+
+
+def _is_finite(value: Tensor) -> bool:
+    try:
+        return not value.is_complex() and bool(value.isfinite().all())
+    except (RuntimeError, NotImplementedError):  # a layout that nobody has saved
+        return False
 
 
 def _abstention(adapter: Adapter, promise: Promise | None, threshold: Tensor | None) -> Abstention | None:
@@ -126,16 +148,21 @@ def _abstention(adapter: Adapter, promise: Promise | None, threshold: Tensor | N
     return Abstention(mine, threshold.clone()).to(adapter._device)
 
 
-def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> Promise | None:
-    """Raise `StateError` unless the state is whole, and of an adapter of the same configuration; returns what it promised."""
+def _about(saved: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str], Promise | None]:
+    """The configuration in a state, its tensors by name, and what was promised."""
     try:
-        theirs = json.loads(bytes(saved["configuration"].tolist()))
-        tensors, promised = theirs.pop("tensors"), theirs.pop("promise", None)
-        promise = None if promised is None else Promise(**promised)
-        mine = json.loads(json.dumps(configuration(adapter)))
-        differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
+        found = json.loads(bytes(saved["configuration"].tolist()))
+        tensors, promised = found.pop("tensors"), found.pop("promise", None)
+        return dict(found), dict(tensors), None if promised is None else Promise(**promised)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise StateError(f"the configuration in this state cannot be read: {error}") from error
+
+
+def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> None:
+    """Raise `StateError` unless the state is whole, and of an adapter of the same configuration."""
+    theirs, tensors, _ = _about(saved)
+    mine = json.loads(json.dumps(configuration(adapter)))
+    differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
     if differ:
         key = sorted(differ, key=lambda k: (k != "method", k))[0]
         raise StateError(
@@ -148,7 +175,6 @@ def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> Promis
             raise StateError(
                 f"{name!r} of the state must be {tensors.get(name, 'absent')}, got {given.get(name, 'nothing')}"
             )
-    return promise
 
 
 def configuration(adapter: Adapter) -> dict[str, Any]:
@@ -202,10 +228,10 @@ def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
 def packed(adapter: Adapter, note: str = "") -> bytes:
     """What `save` writes. `note` is a text of the caller's that travels with it; `note_of` reads it."""
     tensors = {name: value.contiguous() for name, value in collect(adapter).items()}
-    about = {"format": FORMAT, "version": str(VERSION), "method": adapter.method.name, "sha256": _digest(tensors)}
-    if note:
-        about["note"] = note
-    return serialized(tensors, metadata=about)  # safetensors' own save_file writes to a name of its own first
+    about = {"format": FORMAT, "version": str(VERSION), "method": adapter.method.name, "note": note}
+    return serialized(
+        tensors, metadata=about | {"sha256": _digest(tensors, about)}
+    )  # safetensors' own save_file writes to a name of its own first
 
 
 def put(path: Path, data: bytes) -> None:
@@ -218,38 +244,39 @@ def put(path: Path, data: bytes) -> None:
 
 
 def note_of(path: str | os.PathLike[str]) -> str:
-    """The note in a file that `put` wrote; empty if there is none."""
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return str((file.metadata() or {}).get("note", ""))
-    except (OSError, SafetensorError) as error:
-        raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
+    """The note in a file that `put` wrote, checked against its checksum; empty if there is none."""
+    return _opened(path)[1]["note"]
 
 
 def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
     """The tensors in a file that `save` wrote, checked against its checksum."""
     place = Place.of(path)
-    local = path if place is None else place.download()
+    tensors, about = _opened(path if place is None else place.download())
+    if about["method"] != method:
+        raise StateError(f"{path} was saved by {about['method']!r}, not by {method!r}")
+    return tensors
+
+
+def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors in a file and what is written about them, as they were saved."""
     try:
-        with safe_open(str(local), framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as error:
+        data = Path(path).read_bytes()
+        tensors = deserialized(data)  # safe_open makes an interrupt a ValueError
+        about = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
+    except (OSError, SafetensorError, KeyError) as error:
         raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
-    if metadata.get("format") != FORMAT:
+    if about.get("format") != FORMAT:
         raise StateError(
-            f"{path} must have format {FORMAT!r}, got {metadata.get('format')!r}; give a file that save() wrote"
+            f"{path} must have format {FORMAT!r}, got {about.get('format')!r}; give a file that save() wrote"
         )
-    if metadata.get("version") != str(VERSION):
+    if about.get("version") != str(VERSION):
         raise StateError(
-            f"{path} has version {metadata.get('version')!r} of the format, this come reads {VERSION}; load it with the "
+            f"{path} has version {about.get('version')!r} of the format, this come reads {VERSION}; load it with the "
             "version of come that wrote it"
         )
-    if metadata.get("sha256") != _digest(tensors):
+    if about.pop("sha256", None) != _digest(tensors, about) or not {"method", "note"} <= about.keys():
         raise StateError(f"{path}: checksum mismatch; use an older snapshot")
-    if metadata.get("method") != method:
-        raise StateError(f"{path} was saved by {metadata.get('method')!r}, not by {method!r}")
-    return tensors
+    return tensors, about
 
 
 def _raw(value: Tensor) -> bytes:
@@ -257,9 +284,9 @@ def _raw(value: Tensor) -> bytes:
     return ctypes.string_at(value.data_ptr(), value.numel() * value.element_size())
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes."""
-    digest = hashlib.sha256()
+def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
+    """SHA-256 over names, types, shapes and bytes, and what is written about them."""
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}".encode())
         digest.update(_raw(tensors[name]))
@@ -274,7 +301,8 @@ def fingerprint(adapter: Adapter) -> bytes:
     model = adapter.model
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     known = [(id(value), value._version, value.device, value.dtype) for _, value in tensors]
-    if adapter._fingerprint is None or adapter._fingerprint[0] != known:
+    found = adapter._fingerprint
+    if found.get("known") != known:
         digest = hashlib.sha256()
         for name, value in tensors:
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
@@ -286,8 +314,8 @@ def fingerprint(adapter: Adapter) -> bytes:
             if isinstance(value, Tensor):
                 digest.update(f"{name} {tuple(value.shape)}".encode())
                 digest.update(_raw(value))
-        adapter._fingerprint = (known, digest.digest())
-    return adapter._fingerprint[1]
+        found.update(known=known, digest=digest.digest())
+    return cast(bytes, found["digest"])
 
 
 def _beside_tensors(model: nn.Module) -> list[tuple[str, Any]]:

@@ -753,8 +753,8 @@ def _states() -> tuple[come.Adapter, dict[str, bytes]]:
 
     def sealed(parts: dict[str, torch.Tensor]) -> bytes:
         """With a checksum that holds, so that the parts themselves are judged."""
-        about = {"format": saving.FORMAT, "version": str(saving.VERSION), "method": "tent"}
-        return safetensors_bytes(parts, metadata={**about, "sha256": saving._digest(parts)})
+        about = {"format": saving.FORMAT, "version": str(saving.VERSION), "method": "tent", "note": ""}
+        return safetensors_bytes(parts, metadata={**about, "sha256": saving._digest(parts, about)})
 
     for name, value in sorted(tensors.items()):
         made[f"{name} gone"] = sealed({k: v for k, v in tensors.items() if k != name})

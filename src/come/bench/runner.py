@@ -41,6 +41,7 @@ from come.errors import ComeError, ConfigError, InputError, ModelError, require,
 from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.methods import get as get_method
+from come.running import StandIns
 
 SMALL = 5_000_000
 """Parameters of a model that leaves a core or a GPU idle now and then."""
@@ -260,6 +261,7 @@ class Bench:
         """`planned` are the cells of the plan, `cells` those of this shard."""
         self._made: _Made | None = None
         self._fleet: _Fleet | None = None
+        self._stand_ins: StandIns | None = None
         self._apart: set[str] = set()
         """Methods, and keys of cells, that were found not to run as streams of a fleet."""
         self._source_images: Tensor | None = None
@@ -518,7 +520,7 @@ class Bench:
         user's hands. Ray pickles by value itself, and classes of the main module too.
         """
         model = self._model if get_spawning_popen() is None else pickle.dumps(self._model)
-        return vars(self) | {"_made": None, "_fleet": None, "_source_images": None, "_model": model}
+        return vars(self) | {"_made": None, "_fleet": None, "_stand_ins": None, "_source_images": None, "_model": model}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -527,6 +529,7 @@ class Bench:
 
     def release(self) -> None:
         """Close the adapter."""
+        self._stand_ins = StandIns.of(self._model.module)  # what was compiled for it is for the next one, too
         if self._made is not None:
             self._made.adapter.close()
             self._made = None

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from come.errors import StateError
+from come.errors import StateError, saved_number
 from come.guard.config import Event, Guard
-from come.guard.samples import no_history
+from come.guard.samples import REMEMBERED, no_history
 from come.guard.signals import SIGNALS, Bands
 from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, SURE, TRIAL, WELL, Verdict, misled
 from come.trees import changed
@@ -323,9 +323,7 @@ class Watch:
         kept["latest"] = torch.tensor(self.latest, dtype=torch.float64)
         kept["history"] = self.history
         kept |= {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
-        for i, sent in enumerate(self.pending):
-            if sent.arrived is not None:
-                sent.arrived.synchronize()
+        for i, sent in enumerate(self.settled().pending):
             head = torch.tensor([sent.step, sent.batch, sent.asked, sent.past], dtype=torch.float64)
             kept[f"pending.{i}"] = torch.cat([head, sent.values])
         return kept
@@ -334,29 +332,43 @@ class Watch:
     def of(cls, saved: Mapping[str, Tensor], guard: Guard, weights: Tensor) -> Watch:
         """From `tensors()`; raises `StateError` if something is missing or does not fit."""
         needed = {*_NUMBERS, "counters", "rows", "seen", "row", "latest", "history"}
-        known = needed | set(_TENSORS) | {name for name in saved if name.startswith("pending.")}
-        if missing := (needed - set(saved)) | (set(saved) - known):
+        known = needed | set(_TENSORS)
+        if missing := (needed - set(saved)) | {
+            name for name in saved.keys() - known if not name.startswith("pending.")
+        }:
             raise StateError(f"the guard's part of the state is damaged at {', '.join(sorted(missing))}")
         for name in ("candidate", "healthy"):
             if name in saved and (saved[name].shape != weights.shape or not saved[name].isfinite().all()):
                 raise StateError(f"guard.{name} must be {tuple(weights.shape)} finite numbers; the state is damaged")
-        if saved["history"].shape != (9,) or len(saved["counters"]) != len(COUNTED) or saved["rows"].shape[1:] != (5,):
-            raise StateError("the guard's part of the state has other shapes than this version of come writes")
+        rows, history, width = saved["rows"], saved["history"], len(SIGNALS)
+        known_history = history[~history.isnan()]  # NaN: no batch yet
+        sound = {
+            "counters": saved["counters"].shape == (len(COUNTED),) and _in_range(saved["counters"], 0),
+            "rows": rows.ndim == 2 and rows.shape[1] == width and len(rows) <= guard.warmup and _in_range(rows),
+            "row": saved["row"].shape == (width,) and _in_range(saved["row"]),
+            "latest": saved["latest"].shape in ((0,), (width,)),
+            "history": history.shape == (REMEMBERED,) and _in_range(known_history, 0),
+            "sums": "sums" not in saved or (saved["sums"].ndim == 1 and _in_range(saved["sums"], 0)),
+        }
+        if bad := [name for name, good in sound.items() if not good]:
+            raise StateError(
+                f"guard.{bad[0]} of the state has a wrong shape or values out of range; use an older snapshot"
+            )
         numbers = {}
         for spec in fields(cls):
             if spec.name in _NUMBERS:
-                value = float(saved[spec.name])
-                if not math.isfinite(value):
-                    raise StateError(f"guard.{spec.name} must be finite, got {value}")
-                numbers[spec.name] = {"bool": bool, "int": int}.get(str(spec.type), float)(value)
-        pending = []
-        for name in sorted((n for n in saved if n.startswith("pending.")), key=lambda n: int(n.partition(".")[2])):
-            step, batch, asked, past = (int(v) for v in saved[name][:4].tolist())
-            pending.append(Sent(step, batch, saved[name][4:].clone(), None, bool(asked), bool(past)))
-        rows = tuple(tuple(row) for row in saved["rows"].tolist())
+                kind = {"bool": bool, "int": int}.get(str(spec.type), float)
+                value = saved_number(
+                    f"guard.{spec.name}", saved[spec.name], *_NUMBERS[spec.name], whole=kind is not float
+                )
+                numbers[spec.name] = kind(value)
+        seen = int(saved_number("guard.seen", saved["seen"], len(rows), MOST, whole=True))
+        pending = [
+            _sent(f"pending.{i}", saved.get(f"pending.{i}"), numbers["steps"]) for i in range(len(saved.keys() - known))
+        ]
         return cls(
-            bands=Bands(guard.warmup, rows, int(saved["seen"])),
-            history=saved["history"].to(weights.device).clone(),
+            bands=Bands(guard.warmup, tuple(tuple(row) for row in rows.tolist()), seen),
+            history=history.to(weights.device).clone(),
             counters=dict(zip(COUNTED, map(int, saved["counters"].tolist()), strict=True)),
             pending=tuple(pending),
             latest=tuple(saved["latest"].tolist()),
@@ -364,6 +376,13 @@ class Watch:
             **{name: saved[name].to(weights.device).clone() for name in _TENSORS if name in saved},  # type: ignore[arg-type]
             **numbers,
         )
+
+    def settled(self) -> Watch:
+        """With the signals that are under way on the host; waits for the device."""
+        for sent in self.pending:
+            if sent.arrived is not None:
+                sent.arrived.synchronize()
+        return changed(self, pending=tuple(sent._replace(arrived=None) for sent in self.pending))
 
     def to(self, device: torch.device) -> Watch:
         """With all tensors on that device."""
@@ -374,10 +393,14 @@ class Watch:
 _MANY = {"invalid_samples", "unanswered"}
 """Events that count samples."""
 _TENSORS = ("sums", "candidate", "healthy")
-_NUMBERS = (
-    *("steps", "row_size", "row_valid", "windows", "outside", "asking", "waiting", "asked", "agreement", "scale"),
-    *("trusted", "frozen", "falls"),
-)
+MOST = 2.0**53
+"""More than anything is counted to, and a float64 up to here is exact."""
+_NUMBERS = {
+    **dict.fromkeys(("steps", "windows", "outside", "asked"), (0, MOST)),
+    **dict.fromkeys(("asking", "waiting", "trusted", "frozen", "scale"), (0, 1)),
+    **{"row_size": (0, WINDOW - 1), "row_valid": (0, WINDOW), "agreement": (0, 1 + 1e-6), "falls": (0, 1e6)},
+}
+"""Where they may lie."""
 _NAMES = {
     "share": "share of the most predicted class",
     "entropy": "entropy",
@@ -385,6 +408,22 @@ _NAMES = {
     "norm": "norm of the logits",
     "distance": "distance from the source weights",
 }
+
+
+def _in_range(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether all of them are finite, and in [low, high]."""
+    return bool((values.isfinite() & (values >= low) & (values <= high)).all())
+
+
+def _sent(name: str, saved: Tensor | None, steps: int) -> Sent:
+    """Signals that were on their way when the state was saved."""
+    if saved is not None and saved.ndim == 1 and len(saved) > 4 and _in_range(saved[:4], 0, MOST):
+        step, batch, asked, past = (int(value) for value in saved[:4].tolist())
+        counts, verdict = saved[4:8], saved[8 + len(SIGNALS) :]
+        whole = (len(verdict) == len(Verdict._fields) and _in_range(verdict)) or not (asked or len(verdict))
+        if whole and step < steps and _in_range(counts, 0, batch) and asked <= 1 and past <= 1:
+            return Sent(step, batch, saved[4:].clone(), None, bool(asked), bool(past))
+    raise StateError(f"guard.{name} of the state is missing, or not the signals of a step; use an older snapshot")
 
 
 def _reports(

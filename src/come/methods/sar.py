@@ -67,9 +67,10 @@ class SAR(Method):
         require(self.recover_below >= 0, "recover_below", self.recover_below, ">= 0 (0 never recovers)")
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """An undefined (NaN) moving average and no recoveries."""
+        """No moving average yet, and no recoveries."""
         return {
-            "average": torch.full((), math.nan, device=ctx.device),
+            "average": torch.zeros((), device=ctx.device),
+            "averaged": torch.zeros((), dtype=torch.bool, device=ctx.device),
             "recoveries": torch.zeros((), dtype=torch.int64, device=ctx.device),
         }
 
@@ -93,10 +94,11 @@ class SAR(Method):
 
     def _watch(self, ctx: Context, loss: Tensor, some: Tensor) -> None:
         """Follow the loss and recover where its moving average has fallen below the limit."""
-        average = ctx.state["average"]
-        followed = torch.where(average.isnan(), loss, 0.9 * average + 0.1 * loss)
-        average = torch.where(some, followed, average)
-        collapsed = average < self.recover_below  # false while undefined
+        average, averaged = ctx.state["average"], ctx.state["averaged"]
+        followed = torch.where(averaged, 0.9 * average + 0.1 * loss, loss)
+        average, averaged = torch.where(some, followed, average), averaged | some
+        collapsed = averaged & (average < self.recover_below)
         ctx.recover(collapsed, moments=not self.quirks)
-        ctx.state["average"] = average if self.quirks else torch.where(collapsed, math.nan, average)
+        ctx.state["average"] = average
+        ctx.state["averaged"] = averaged if self.quirks else averaged & ~collapsed
         ctx.state["recoveries"] = ctx.state["recoveries"] + collapsed

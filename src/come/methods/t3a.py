@@ -31,6 +31,9 @@ from come.method import Context, Frozen, Method, Step, register
 from come.objectives import Softmax
 from come.select import Selector, nothing
 
+EMPTY = 1e9
+"""In the place of the entropy of a support that is not there: larger than any."""
+
 
 @register
 @dataclass(kw_only=True, eq=False)
@@ -47,7 +50,7 @@ class T3A(Method):
         >>> classifier = come.adapt(model, T3A(supports=2))
         >>> classifier(torch.randn(10, 4)).shape
         torch.Size([10, 3])
-        >>> classifier.state["entropy"].shape  # a place for each class and support; infinite where it is empty
+        >>> classifier.state["entropy"].shape  # a place for each class and support; 1e9 where it is empty
         torch.Size([3, 2])
     """
 
@@ -80,7 +83,7 @@ class T3A(Method):
         else:
             empty = {
                 "support": rows.new_zeros(classes, self.supports, width),
-                "entropy": torch.full((classes, self.supports), torch.inf, device=rows.device),
+                "entropy": torch.full((classes, self.supports), EMPTY, device=rows.device),
             }
         logits = F.linear(rows, rows, None if linear.bias is None else exact(linear.bias.detach()))
         return self._with(empty, rows, logits, torch.ones_like(rows[:, 0], dtype=torch.bool))
@@ -120,7 +123,7 @@ class T3A(Method):
         classes, size = old_entropy.shape
         # All supports in a row, by class and within a class by entropy; then the first M of each class take its places.
         support = torch.cat([old.flatten(0, 1), features.to(old)])
-        entropy = torch.cat([old_entropy.flatten(), torch.where(valid, entropy, torch.inf).to(old_entropy)])
+        entropy = torch.cat([old_entropy.flatten(), torch.where(valid, entropy, EMPTY).to(old_entropy)])
         owner = torch.cat([torch.arange(classes, device=label.device).repeat_interleave(size), label])
         order = entropy.argsort(stable=True)
         order = order[owner[order].argsort(stable=True)]
@@ -131,5 +134,5 @@ class T3A(Method):
             kept_ones & (rank < size), owner * size + rank, classes * size
         )  # the last one is thrown away
         kept = torch.zeros(classes * size + 1, dtype=order.dtype, device=order.device).scatter(0, place, order)[:-1]
-        new_entropy = entropy.new_full((classes * size + 1,), torch.inf).scatter(0, place, entropy)[:-1]
+        new_entropy = entropy.new_full((classes * size + 1,), EMPTY).scatter(0, place, entropy)[:-1]
         return {"support": support[kept].view_as(old), "entropy": new_entropy.view(classes, size)}
