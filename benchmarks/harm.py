@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 import time
@@ -342,6 +343,7 @@ def main() -> None:
         return show(args.folder)
     if args.command == "draw":
         return draw(args.folder, args.out)
+    logging.getLogger("come").setLevel(logging.ERROR)  # what guards see is part of the result
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.networks:
         loaded = network(name, args.data, args.weights, torch.device(args.device))

@@ -274,7 +274,8 @@ class Invariant(Objective):
     r"""COME for any classifier: an opinion that does not depend on the constant that training leaves free.
 
     A softmax classifier is the same for every constant added to its logits, but the opinion of `Opinion` is not: there
-    "I do not know" has the fixed logit ln K. Here it has as much mass as the classifier itself leaves open. With the centred logits
+    "I do not know" has the fixed logit ln K. Here it has as much mass as the classifier itself leaves open. With the
+    centred logits
     :math:`c = f - \bar f`, their held form :math:`z = c \, \mathrm{sg}(\lVert c \rVert_2) / \lVert c \rVert_2` and
     :math:`p = \mathrm{softmax}(f)`:
 
