@@ -35,6 +35,7 @@ from come.files import replacing
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, to_host
 from come.inputs import Inputs, checked, is_per_sample, logits_of
+from come.locks import ModelLock, exclusive
 from come.many import Many, Stack
 from come.meeting import Meeting
 from come.method import Method, Step, untracked
@@ -184,12 +185,17 @@ class Fleet:
         for name in names:
             self.open(name)
 
+    @property
+    def _lock(self) -> ModelLock:
+        return self._one._lock
+
     # ---- calling it ----
 
     def __call__(self, x: Any, streams: Any) -> Tensor:
         """Adapt every stream to its samples and return logits (B, K), in the order of the batch."""
         return self.step(x, streams).logits
 
+    @exclusive
     def step(self, x: Any, streams: Any) -> Step:
         """Adapt every stream to its samples; returns what `Adapter.step` does, in the order of the batch.
 
@@ -198,32 +204,31 @@ class Fleet:
             streams: the name of the stream of each sample, or one name for all.
         """
         inputs = checked(Inputs.of(x))
-        with self._one._lock:
-            rows = self._ready(streams, inputs.size)
-            first = any(self._moment(name).state is None for name in rows)
-            self._one.method.check(self._one._context(self._one._now, inputs.size), inputs, first)
-            parts, events = [], list[tuple[str, Event]]()
-            for name, mine in rows.items():
-                now, said = self._one._begun(self._moment(name))
-                parts.append(_Part(name, mine, now, self._streams[name].method))
-                events += [(name, event) for event in said]
-            found = self._one._running(lambda: self._groups(inputs, parts))
-            moments = {name: moment for group in found for name, moment in group[0].items()}
-            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-            for name, moment in moments.items():
-                self._streams[name].moment = moment
-            self._tell(events)
-            return out
+        rows = self._ready(streams, inputs.size)
+        first = any(self._moment(name).state is None for name in rows)
+        self._one.method.check(self._one._context(self._one._now, inputs.size), inputs, first)
+        parts, events = [], list[tuple[str, Event]]()
+        for name, mine in rows.items():
+            now, said = self._one._begun(self._moment(name))
+            parts.append(_Part(name, mine, now, self._streams[name].method))
+            events += [(name, event) for event in said]
+        found = self._one._running(lambda: self._groups(inputs, parts))
+        moments = {name: moment for group in found for name, moment in group[0].items()}
+        out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
+        for name, moment in moments.items():
+            self._streams[name].moment = moment
+        self._tell(events)
+        return out
 
+    @exclusive
     @untracked()
     def predict(self, x: Any, streams: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes."""
         inputs = checked(Inputs.of(x))
-        with self._one._lock:
-            rows = self._ready(streams, inputs.size)
-            parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
-            found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
-            return _in_order([(rows, step) for _, rows, step in found], inputs.size).logits
+        rows = self._ready(streams, inputs.size)
+        parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
+        found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
+        return _in_order([(rows, step) for _, rows, step in found], inputs.size).logits
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
@@ -231,6 +236,7 @@ class Fleet:
 
     # ---- abstaining ----
 
+    @exclusive
     def calibrate(self, data: Iterable[Any], **how: Any) -> Promise:
         """Choose when not to answer, for all streams: they begin with the same source model.
 
@@ -245,22 +251,22 @@ class Fleet:
             >>> fleet.step(torch.randn(4, 4), ["north", "north", "south", "south"]).abstain.shape
             torch.Size([4])
         """
-        with self._one._lock:
-            promise = self._one.calibrate(data, **how)
-            for stream in self._streams.values():
-                if stream.moment is not None:  # those on disk get it when they come back
-                    begun = Abstention.begin(promise, stream.moment.weights.device)
-                    stream.moment = changed(stream.moment, abstention=begun)
-            return promise
+        promise = self._one.calibrate(data, **how)
+        for stream in self._streams.values():
+            if stream.moment is not None:  # those on disk get it when they come back
+                begun = Abstention.begin(promise, stream.moment.weights.device)
+                stream.moment = changed(stream.moment, abstention=begun)
+        return promise
 
     @property
     def promise(self) -> Promise | None:
         """What `calibrate` promised; None before."""
         return self._one.promise
 
+    @exclusive
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
-        with self._one._lock, untracked():
+        with untracked():
             rows = self._ready(streams, len(logits))
             found = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
             for name, mine in rows.items():
@@ -446,6 +452,7 @@ class Fleet:
         """Whether a stream of that name is open."""
         return str(name) in self._streams
 
+    @exclusive
     def open(self, name: Name, **own: float) -> None:
         """Begin a new stream at the source model.
 
@@ -454,7 +461,7 @@ class Fleet:
             **own: a learning rate and thresholds of its own: lr, and what the method lists in `by_stream`.
         """
         name = _name(name)
-        with self._one._lock, untracked():
+        with untracked():
             self._one._check_open()
             if name in self._streams:
                 raise ConfigError(f"stream {name!r} is open already; close() it first, or reset() it")
@@ -476,20 +483,21 @@ class Fleet:
         mine = replace(method, **cast(Any, own)) if own else method
         return _Stream(mine, dict(own), self._one._first())
 
+    @exclusive
     def close(self, name: Name | None = None) -> None:
         """Forget a stream; without a name end the fleet. The model is as it was handed in."""
-        with self._one._lock:
-            if name is None:
-                self._one.close()
-                self._streams.clear()
-                return
-            del self._streams[self._known(name)]
-            if (file := self._file(_name(name))) is not None:
-                file.unlink(missing_ok=True)
+        if name is None:
+            self._one.close()
+            self._streams.clear()
+            return
+        del self._streams[self._known(name)]
+        if (file := self._file(_name(name))) is not None:
+            file.unlink(missing_ok=True)
 
+    @exclusive
     def reset(self, name: Name | None = None) -> None:
         """Put a stream, or all, back to the source model."""
-        with self._one._lock, untracked():
+        with untracked():
             self._one._check_open()
             self._follow()
             for one in self._streams if name is None else [self._known(name)]:
@@ -509,17 +517,18 @@ class Fleet:
 
     # ---- what can be seen ----
 
+    @exclusive
     def health(self, name: Name | None = None) -> dict[str, Any]:
         """Counters and gauges of one stream's guard, as `Adapter.health`; without a name those of all, by stream."""
-        with self._one._lock:
-            if name is None:
-                return {one: self.health(one) for one in self._streams}
-            stream = self._streams[self._known(name)]
-            if stream.moment is None:
-                return dict(stream.health or {})
-            with self._as(stream):
-                return self._one.health()
+        if name is None:
+            return {one: self.health(one) for one in self._streams}
+        stream = self._streams[self._known(name)]
+        if stream.moment is None:
+            return dict(stream.health or {})
+        with self._as(stream):
+            return self._one.health()
 
+    @exclusive
     def count(self, name: Name) -> int:
         """Batches that a stream has adapted to since it was opened or reset."""
         with self._looking_at(name) as one:
@@ -530,11 +539,13 @@ class Fleet:
         method = self._streams[self._known(name)].method
         return method.learning_rate(batch, self._one._borrowed.has_batch_norm) if method.descends else None
 
+    @exclusive
     def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
         """The adapted parameters of a stream by name: copies."""
         with self._looking_at(name) as one:
             return one.adapted_parameters
 
+    @exclusive
     def state(self, name: Name) -> dict[str, Tensor]:
         """What the method remembers of a stream: copies."""
         with self._looking_at(name) as one:
@@ -543,7 +554,7 @@ class Fleet:
     @contextmanager
     def _looking_at(self, name: Name) -> Iterator[Adapter]:
         """The adapter as that of one stream, which is brought to the device first."""
-        with self._one._lock, untracked():
+        with untracked():
             name = self._known(name)
             self._fetch([name])
             with self._as(self._streams[name]):
@@ -556,9 +567,10 @@ class Fleet:
 
     # ---- state ----
 
+    @exclusive
     def save(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Write the state of a stream to a file that `Adapter.load` reads too; without a name, of all into a folder."""
-        with self._one._lock, untracked():
+        with untracked():
             if name is not None:
                 self._write(self._known(name), Path(path))
                 return
@@ -576,6 +588,7 @@ class Fleet:
                     f"cannot write to {folder}: {error.strerror}; choose a folder that is writable"
                 ) from error
 
+    @exclusive
     def packed(self, name: Name, note: str = "") -> bytes:
         """The bytes of the file that `save` writes of a stream: to keep it elsewhere, or to write it in another thread.
 
@@ -586,12 +599,13 @@ class Fleet:
         with self._looking_at(name) as one:
             return saving.packed(one, note)
 
+    @exclusive
     def load(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Continue a stream, which is opened if it is not, from a file that `save` or `Adapter.save` wrote.
 
         Without a name: all streams of a folder that `save` wrote. What does not fit changes nothing.
         """
-        with self._one._lock, untracked():
+        with untracked():
             self._one._check_open()
             self._follow()
             if name is not None:

@@ -345,14 +345,12 @@ class StandIn:
         if share is not None:
             places.append((vars(self._mixing), "share", torch.as_tensor(share)))
         places.append((vars(self._sharing), "blocks", blocks))
-        try:
-            with room() if self._compiled else contextlib.nullcontext():
-                return call_with(self.module, places, x)
-        finally:
-            self._refresh()
+        self._refresh()
+        with room() if self._compiled else contextlib.nullcontext():
+            return call_with(self.module, places, x)
 
     def _refresh(self) -> None:
-        """Discard what the forward has written into buffers."""
+        """Discard what the forward before has written into buffers."""
         for i, (buffer, value) in enumerate(self._buffers):
             if buffer._version != self._versions[i]:
                 with torch.no_grad():
