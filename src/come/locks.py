@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -79,16 +80,30 @@ def _holding(locks: Sequence[_Lock], call: Callable[[], T]) -> T:
 def _in_modes_of_its_own(call: Callable[[], T]) -> T:
     """Call a function outside of inference mode; what it leaves of torch's modes is undone.
 
-    An interrupt in `torch.no_grad` or `torch.vmap`, which are written in Python, leaves these on.
+    An interrupt in `torch.no_grad`, `torch.vmap` or a `TorchFunctionMode`, which are written in Python, leaves these on; or
+    their ends fail after it.
     """
-    grad, depth = torch.is_grad_enabled(), torch._C._functorch.get_dynamic_layer_stack_depth()
+    c, handled = torch._C, sys.exc_info()[1]
+    grad, layers = torch.is_grad_enabled(), c._functorch.get_dynamic_layer_stack_depth()
+    modes = [c._get_function_stack_at(i) for i in range(c._len_torch_function_stack())]
     try:
-        with torch._C._InferenceMode(False):  # in C; its end restores gradient mode, inference mode and autocast
-            torch._C._set_grad_enabled(grad)
+        with c._InferenceMode(False):  # in C; its end restores gradient mode, inference mode and autocast
+            c._set_grad_enabled(grad)
             return call()
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and found is not handled:
+            if isinstance(found, KeyboardInterrupt):
+                raise found from None
+            found = found.__context__
+        raise
     finally:
-        if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        if c._functorch.get_dynamic_layer_stack_depth() > layers:
+            c._functorch.pop_dynamic_layer_stack_and_undo_to_depth(layers)
+        while c._len_torch_function_stack() > len(modes):
+            c._pop_torch_function_stack()
+        for mode in modes[c._len_torch_function_stack() :]:
+            c._push_on_torch_function_stack(mode)
 
 
 class _Locked(Protocol):

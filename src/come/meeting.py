@@ -72,33 +72,30 @@ class Meeting:
             except BaseException as error:
                 errors.append(error)
             finally:
+                ended.add(number)
                 self._said.put((number, None))
 
-        running, asked = set[int](), dict[int, Asked]()
+        started, ended, asked = set[int](), set[int](), dict[int, Asked]()
         try:
             for number in range(len(jobs)):
                 start_new_thread(work, (number,))  # `Thread.start` waits for a Condition
-                running.add(number)
-            while running and not errors:
-                if len(asked) == len(running):
+                started.add(number)
+            while left := len(started - ended):
+                if errors:
+                    break
+                if len(asked) == left:
                     self._serve(asked)
-                self._listen(running, asked)
+                number, one = self._said.get()
+                if one is not None:
+                    asked[number] = one
         finally:
             for answers in self._answers:
                 answers.put(None)
-            while running:
-                self._listen(running, asked)
+            while started - ended:
+                self._said.get()
         for error in sorted(errors, key=lambda error: isinstance(error, _AbandonedError)):
             raise error
         return [found[i] for i in range(len(jobs))]
-
-    def _listen(self, running: set[int], asked: dict[int, Asked]) -> None:
-        """Wait until one says something."""
-        number, one = self._said.get()
-        if one is None:
-            running.discard(number)
-        else:
-            asked[number] = one
 
     def _serve(self, asked: dict[int, Asked]) -> None:
         """Do what comes first, for all that ask for the same."""
