@@ -215,10 +215,16 @@ class Fleet:
         found = self._one._running(lambda: self._groups(inputs, parts))
         moments = {name: moment for group in found for name, moment in group[0].items()}
         out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-        for name, moment in moments.items():
-            self._streams[name].moment = moment
-        self._tell(events)
-        return out
+        before = {name: self._streams[name].moment for name in moments}
+        try:
+            for name, moment in moments.items():
+                self._streams[name].moment = moment
+            self._tell(events)
+            return out
+        except BaseException:
+            for name, was in before.items():
+                self._streams[name].moment = was
+            raise
 
     @exclusive
     @untracked()

@@ -22,6 +22,7 @@ from come.trees import leaves, like
 BARE_CALL, CALL, GRADIENT = range(3)
 """What groups of streams ask for, in this order: calls of the model without and with a gradient, and gradients."""
 
+
 def stacking() -> bool:
     """Whether this thread is inside a step of many streams."""
     return torch._C._functorch.get_dynamic_layer_stack_depth() > 0

@@ -325,7 +325,7 @@ CASES = {
     "tent": ("batch", TinyClassifier, {}),
     "sar": ("layer", TinyClassifier, {}),
     "deyo": ("batch", TinyClassifier, {}),
-    "rotta": ("batch", TinyClassifier, {"capacity": 8, "every": 6}),
+    "rotta": ("batch", TinyClassifier, {"capacity": 8, "every": 6, "normalization": ((0.45,), (0.07,))}),
     "t3a": ("layer", TinyClassifier, {"supports": 3}),
     "foa": ("layer", TinyTransformer, {"prompts": 1, "population": 3, "source": batches(1, seed=9)}),
     "tea": ("batch", TinyClassifier, {"dreams": 1, "buffer": 8, "normalization": ((0.45,), (0.07,))}),
@@ -377,7 +377,9 @@ def main() -> None:
     for run in (adapter_under_signals, fleet_under_signals, service_under_signals):
         began = time.perf_counter()
         runs = run(options.signals)
-        print(f"{run.__name__}: {options.signals} signals in {runs} runs, {time.perf_counter() - began:.0f} s", flush=True)
+        print(
+            f"{run.__name__}: {options.signals} signals in {runs} runs, {time.perf_counter() - began:.0f} s", flush=True
+        )
     for method in CASES:
         print(f"{method}: {adapter_lines(method, options.every)} interrupts", flush=True)
     print(f"fleet: {fleet_lines(options.every) + fleet_lines(options.every, 0, '011222')} interrupts", flush=True)
