@@ -16,12 +16,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -106,22 +105,17 @@ def _in_modes_of_its_own(call: Callable[[], T]) -> T:
             c._push_on_torch_function_stack(mode)
 
 
-class _Locked(Protocol):
-    @property
-    def _lock(self) -> ModelLock: ...
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-S = TypeVar("S", bound=_Locked)
-
-
-def exclusive(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """A method that runs while no other thread runs the model of its object, see `ModelLock.run`."""
+def exclusive(method: Method) -> Method:
+    """A method that runs while no other thread runs the model of its object: one with a `ModelLock` as `_lock`."""
 
     @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return self._lock.run(lambda: method(self, *args, **kwargs))
 
-    return call
+    return cast(Method, call)
 
 
 def _before_fork() -> None:
