@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import linecache
 import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +78,17 @@ def check_locks(where: str) -> None:
 # ---- at every line ----
 
 
+OURS = str(Path(come.__file__).parent)
+
+
+def _ends_with_block(frame: Any) -> bool:
+    """Whether a `with` block of others ends here: then its lock is about to be freed, in C, where no signal can strike."""
+    code, line = frame.f_code, frame.f_lineno
+    if code.co_filename.startswith(OURS) or not linecache.getline(code.co_filename, line).lstrip().startswith("with "):
+        return False
+    return bool(frame.f_lasti > next(start for start, _, number in code.co_lines() if number == line))
+
+
 class AtEvent:
     """A trace function that raises KeyboardInterrupt at one line that runs; without a number it notes all lines."""
 
@@ -85,7 +98,7 @@ class AtEvent:
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename == __file__:
             return None
-        if event == "line":
+        if event == "line" and not _ends_with_block(frame):
             if not self.left:
                 self.seen.append((frame.f_code.co_filename, frame.f_lineno))
                 return self
@@ -166,8 +179,6 @@ def at_random_moments(longest: float, draw: random.Random) -> Iterator[None]:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        raise
     finally:
         signal.signal(signal.SIGALRM, old)
 
