@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from come import methods, optim, saving
 from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored
 from come.borrowed import Borrowed
 from come.compiled import Steps
-from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown
+from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown, warn
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
 from come.inputs import Input, Inputs, checked
@@ -496,7 +495,7 @@ class Adapter:
                 words = (self.method.name, event.step, event.message)
                 log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})
             if event.kind == "probabilities":
-                warnings.warn(event.message, stacklevel=4)
+                warn(event.message)
             if self.guard is not None and self.guard.on_event is not None:
                 self._safely("on_event", lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
 
