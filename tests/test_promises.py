@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -126,7 +125,7 @@ def test_no_gradient_is_an_error():
         come.adapt(Unreachable(), "tent")(torch.randn(5, 4))
 
 
-# ---- 2. The model is given back bit for bit: it is never changed ----
+# ---- 2. The model is given back bit for bit: it is never changed (interrupts: tests/test_interrupts.py) ----
 
 
 class Wrapper(nn.Module):
@@ -246,73 +245,6 @@ def test_a_buffer_that_the_user_changes_is_used():
     assert not torch.equal(adapter(x), first)
     model.register_buffer("calls", torch.zeros(1))
     assert torch.equal(adapter(x), first)
-
-
-class Interrupting:
-    """Raises KeyboardInterrupt at the n-th line that runs in the package or in torch's functional call."""
-
-    def __init__(self, number):
-        self.left = number
-
-    def __call__(self, frame, event, arg):
-        name = frame.f_code.co_filename
-        if not ("/come/" in name or "stateless.py" in name or "named_member" in name):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-@pytest.mark.parametrize(
-    ("method", "norm"), [("tent", "batch"), ("sar", "layer"), ("deyo", "batch"), ("tea", "batch"), ("memo", "batch")]
-)
-def test_an_interrupt_at_any_line_leaves_model_and_adapter_as_they_were(method, norm, build):
-    data = batches(2, size=2 if method == "memo" else 6)  # memo takes as many lines for each image
-    more = {"normalization": ((0.45,), (0.07,))} if method in ("tea", "memo") else {}
-    small = {"tea": {"dreams": 1, "buffer": 8}, "memo": {"views": 2}}.get(method, {})
-    make = lambda model: come.adapt(model, method, lr=0.05, **more, **small)  # noqa: E731
-    expected = make(tiny(norm))
-    expected(data[0])
-    answer = expected(data[1])
-
-    model = tiny(norm).train()
-    before, flags = state_of(model), [p.requires_grad for p in model.parameters()]
-    slots = [(m, n, t) for m in model.modules() for n, t in (*m._parameters.items(), *m._buffers.items())]
-    adapter = make(model)
-    adapter(data[0])
-    state = adapter.state_dict()
-    number, step, hit = 1, 1, 0
-    while True:
-        old = sys.gettrace()
-        sys.settrace(Interrupting(number))
-        try:
-            logits = adapter(data[1])
-        except KeyboardInterrupt:
-            hit += 1
-        else:
-            sys.settrace(old)
-            break
-        finally:
-            sys.settrace(old)
-        if adapter.count > 1:  # the step was done, and about to give the lock back
-            logits = answer
-            break
-        assert same(before, state_of(model)), f"line {number}"
-        assert all(getattr(m, n) is t for m, n, t in slots), f"line {number}"
-        assert all(m.training for m in model.modules()), f"line {number}"
-        assert flags == [p.requires_grad for p in model.parameters()], f"line {number}"
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules()), f"line {number}"
-        if number % 10 == 1:
-            assert same(state, adapter.state_dict()), f"line {number}"
-        number += step
-        step = 1 + number // 60
-    assert hit > 50
-    torch.testing.assert_close(
-        logits, answer, rtol=1e-5, atol=1e-5
-    )  # another place in memory may be summed in another order
 
 
 # ---- 3. A step is a transaction (errors in forwards: tests/test_contract.py) ----

@@ -29,6 +29,11 @@ pytestmark = [
 ]
 
 
+ROUNDING = 1e-4
+"""In float32 ranks add in another order than one process: how far that takes them apart depends on the processor (1.6e-5 was
+seen). That they compute the same is shown in float64, to 1e-9."""
+
+
 class Runs(NamedTuple):
     """Where the processes have left their files, how they have ended, and what each one says it has found."""
 
@@ -91,7 +96,7 @@ def test_ranks_give_the_trajectory_of_one_process(runs, case, record_property):
         whole = {name for name, value in one["health"].items() if value == int(value)}
         assert {name: found["health"][name] for name in whole} == {name: one["health"][name] for name in whole}
     record_property("largest difference", worst)
-    assert worst < (1e-9 if case.exact else 1e-5)
+    assert worst < (1e-9 if case.exact else ROUNDING)
 
 
 def test_the_cases_are_what_they_are_meant_to_be(runs):
@@ -104,8 +109,8 @@ def test_the_cases_are_what_they_are_meant_to_be(runs):
             assert any(any(each) and not all(each) for each in some), case.name
     health = {case.name: first[0][case.name]["health"] for case in ranked.CASES}
     assert all(health[case.name]["invalid_samples"] == 1 for case in ranked.ISSUED)
-    assert health["tent-em-layer-2-lr=1.0"]["collapse"] > 0
-    assert health["tent-em-layer-2-lr=1.0"]["recovered"] > 0
+    assert health["tent-em-layer-2-lr=1.0-float64"]["collapse"] > 0
+    assert health["tent-em-layer-2-lr=1.0-float64"]["recovered"] > 0
 
 
 def test_every_method_runs_on_ranks_or_is_refused():
@@ -146,11 +151,11 @@ def test_errors_change_nothing_and_predicting_is_of_all_ranks(runs):
     one = case.adapter(case.model(), False)
     one.step(x)
     assert all(each["unchanged"] for each in found)
-    assert difference(torch.cat([each["predicted"] for each in found]), one.predict(x)) < 1e-5
+    assert difference(torch.cat([each["predicted"] for each in found]), one.predict(x)) < ROUNDING
     promise = one.calibrate(testing.batches(4), coverage=0.6, follow=True)
     step = one.step(second)
-    assert difference(torch.cat([each["after"] for each in found]), step.logits) < 1e-5
-    assert all(abs(each["threshold"] - promise.threshold) < 1e-5 for each in found)
+    assert difference(torch.cat([each["after"] for each in found]), step.logits) < ROUNDING
+    assert all(abs(each["threshold"] - promise.threshold) < ROUNDING for each in found)
     assert torch.equal(torch.cat([each["abstain"] for each in found]), step.abstain)
 
 
@@ -174,7 +179,7 @@ def test_statistics_that_know_nothing_of_ranks_are_of_the_whole_batch(runs):
     x = ranked.Case("eata", "come", "batch", 3).batches()[0]
     one = come.adapt(testing.TinyClassifier(testing.NORMS["batch"]), ranked.ByHalves(lr=0.1), guard=False)
     found = [each["by halves"] for each in runs.found["equal"]]
-    assert difference(torch.cat(found), one.step(x).logits) < 1e-5
+    assert difference(torch.cat(found), one.step(x).logits) < ROUNDING
 
 
 FILES = {"killed": "dies", "late": "fails_in_the_backward"}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,11 +27,11 @@ from come import methods, optim, saving
 from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored, usable
 from come.borrowed import Borrowed
 from come.compiled import Steps
-from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown
+from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown, warn
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
 from come.inputs import Input, Inputs, Key
-from come.locks import ModelLock
+from come.locks import ModelLock, exclusive
 from come.method import Context, Frozen, Method, Step, Written, undo, untracked
 from come.objectives import Objective
 from come.optim import Moments
@@ -132,26 +131,31 @@ class Adapter:
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
         self._per_sample = per_sample
+        self._to_undo: list[Written] = []
         self._promise: Promise | None = None
         self._ranks = ranks
         self._fingerprint: dict[str, Any] = {}
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
         if not isinstance(model, nn.Module):
             raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-        with ModelLock(model), untracked():  # while another adapter's step runs, other weights stand in the model
-            self._borrow(self.method.select, mode or Mode())
-            self._now = self._first()
-        with self._lock:
-            self._follow()
-            ctx = self._context(self._now, 1)
-            self._core.fixed |= self._running(lambda: self.method.setup(ctx))
-            if ranks is not None:
-                with untracked():
-                    saving.agree(self, ranks)
-                self._borrowed.ranks = ranks
+        self._lock = ModelLock(model)
+        self._begin(mode or Mode())  # while another adapter's step runs, other weights stand in the model
         for name in self.method.once:
             if hasattr(self.method, name):
                 setattr(self.method, name, None)
+
+    @exclusive
+    def _begin(self, mode: Mode) -> None:
+        with untracked():
+            self._borrow(self.method.select, mode)
+            self._now = self._first()
+        self._follow()
+        ctx = self._context(self._now, 1)
+        self._core.fixed |= self._running(lambda: self.method.setup(ctx))
+        if self._ranks is not None:
+            with untracked():
+                saving.agree(self, self._ranks)
+            self._borrowed.ranks = self._ranks
 
     def _borrow(self, select: Selector, mode: Mode) -> None:
         """What belongs to this model and to this process: it is made anew for a copy."""
@@ -162,7 +166,6 @@ class Adapter:
             rule = optim.get(method.optimizer, self._borrowed.split, self._borrowed.join)
         self._core = Transition(method, self.guard, self._borrowed, rule)
         self._steps = Steps(self._core)
-        self._lock = ModelLock(self.model)
 
     def _first(self) -> Moment:
         """Before the first batch."""
@@ -182,10 +185,11 @@ class Adapter:
         """The same: of a `torch.nn.Module` people call this, too."""
         return self(*args, **kwargs)
 
+    @exclusive
     def step(self, *args: Any, **kwargs: Any) -> Step:
         """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered."""
         x, own = self._batch(args, kwargs)
-        with self._lock, self._together():
+        with self._together():
             before, written = self._now, list[Written]()
             try:
                 self._core.written = written
@@ -198,18 +202,19 @@ class Adapter:
                 self._count(self._call_back(out))
                 return out
             except BaseException:
+                self._to_undo = written  # for `_follow`, should an interrupt stop it here
                 self._now = before
                 undo(written)
                 raise
 
+    @exclusive
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise an `InputError` if the method cannot use this batch. The model is not called, and nothing changes."""
         x, _ = self._batch(args, kwargs)
-        with self._lock, self._together():
+        with self._together():
             self._check_open()
             self.method.check(self._context(self._now, x.size), x, True)
 
-    @untracked()
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes.
 
@@ -217,11 +222,12 @@ class Adapter:
         """
         return self.answer(*args, **kwargs).logits
 
+    @exclusive
     @untracked()
     def answer(self, *args: Any, **kwargs: Any) -> Step:
         """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
         x, own = self._batch(args, kwargs)
-        with self._lock, self._together():
+        with self._together():
             self._check_open()
             self._follow()
             out, known = self._answered(self._now, x), self._now.abstention
@@ -241,6 +247,7 @@ class Adapter:
 
     # ---- abstaining ----
 
+    @exclusive
     @untracked()
     def calibrate(
         self,
@@ -288,7 +295,7 @@ class Adapter:
             (torch.Size([8]), True)
         """
         wanted = Wanted(risk, coverage, delta, score, follow)
-        with self._lock, self._together():
+        with self._together():
             self._check_open()
             self._follow()
             first = self._first()
@@ -321,7 +328,7 @@ class Adapter:
         """The batch, checked; on several ranks that of all of them, and which samples of it came from this one."""
         if self._ranks is None:
             return self._borrowed.read(args, kwargs), None
-        with self._lock, untracked(), self._together():
+        with untracked(), self._together():
             self._follow()
             now = self._now
             state = f"{bits(now.weights)} {'' if now.watch is None else now.watch.decisions}"
@@ -344,7 +351,7 @@ class Adapter:
         self._borrowed.check_unchanged()
         try:
             try:
-                with torch.inference_mode(False), torch.enable_grad(), self._borrowed.mode.active():
+                with torch.enable_grad(), self._borrowed.mode.active():
                     self._borrowed.prepare()
                     return run()
             finally:
@@ -479,7 +486,9 @@ class Adapter:
 
     @untracked()
     def _follow(self) -> None:
-        """After the user has moved, cast or loaded the model, bring everything along."""
+        """After the user has moved, cast or loaded the model, bring everything along; first end what an interrupt stopped."""
+        self._borrowed.give_back()
+        undo(self._to_undo)
         if not (self._borrowed.mode.plain or self._borrowed.fresh()):
             self._steps.forget()
         device, dtype = self._borrowed.device, self._borrowed.dtype
@@ -512,7 +521,7 @@ class Adapter:
                 words = (self.method.name, event.step, event.message)
                 log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})
             if event.kind == "probabilities":
-                warnings.warn(event.message, stacklevel=4)
+                warn(event.message)
             if self.guard is not None and self.guard.on_event is not None:
                 failed += self._safely("on_event", event.step, lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
         return failed
@@ -575,35 +584,33 @@ class Adapter:
 
     # ---- its life ----
 
+    @exclusive
     def reset(self) -> None:
         """Back to the state after construction: weights, moments, memory, and what the guard has learned.
 
         What `calibrate` promised stays; a threshold that follows the stream is where it was at the beginning.
         """
-        with self._lock, untracked():
+        with untracked():
             self._check_open()
             self._follow()
             self._now = self._begun_anew(self._now)
 
+    @exclusive
     def close(self, *, keep: bool = False) -> None:
         """End the adaptation. The model is as it was handed in; may be called again.
 
         Args:
             keep: write the adapted weights into the model.
         """
-        with self._lock:
-            if self._closed:
-                return
-            if keep:
-                self._borrowed.check_unchanged()
-                with untracked():
-                    for p, value in zip(
-                        self._borrowed.parameters.values(), self._borrowed.split(self._now.weights), strict=True
-                    ):
-                        p.copy_(value)
-            self._borrowed.give_back()
-            self._steps.forget()
-            self._closed = True
+        self._borrowed.give_back()
+        if self._closed:
+            return
+        if keep:
+            self._borrowed.check_unchanged()
+            with untracked():
+                self._borrowed.overwrite(self._now.weights)
+        self._steps.forget()
+        self._closed = True
 
     def __enter__(self) -> Self:
         """Enter a `with` block; at its end the adapter is closed."""
@@ -615,13 +622,14 @@ class Adapter:
         """Close."""
         self.close()
 
+    @exclusive
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or cast the model; what the adapter remembers follows. So do `cuda`, `cpu`, `half` and the others in `MOVES`."""
         return self._moved("to", *args, **kwargs)
 
+    @exclusive
     def _moved(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        with self._lock:
-            getattr(self.model, name)(*args, **kwargs)
+        getattr(self.model, name)(*args, **kwargs)
         return self
 
     def train(self, mode: bool = True) -> Self:
@@ -650,10 +658,10 @@ class Adapter:
             )
         return self if value is self.model else value
 
+    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a lock and a generator cannot be copied, and are made anew."""
-        with self._lock:
-            kept = dict(vars(self))
+        kept = dict(vars(self))
         for name in ("_lock", "_core", "_steps", "_borrowed", "_rate"):
             del kept[name]
         kept["_fingerprint"] = {}
@@ -669,6 +677,7 @@ class Adapter:
         source, fixed, names, mode = kept.pop("_made_of")
         vars(self).update(kept, _rate=None)
         known = dict(self.model.named_parameters(remove_duplicate=False))
+        self._lock = ModelLock(self.model)
         with untracked():
             self._borrow(lambda _: {name: known[name] for name in names}, mode)
         self._core.source, self._core.fixed = source, fixed
@@ -676,14 +685,16 @@ class Adapter:
 
     # ---- state ----
 
+    @exclusive
     def state_dict(self) -> dict[str, Tensor]:
         """All that the next step depends on, as a flat dictionary of copied tensors."""
-        with self._lock, untracked():
+        with untracked():
             return saving.collect(self)
 
+    @exclusive
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict()` of an adapter of the same configuration on the same source model, bit for bit."""
-        with self._lock, untracked():
+        with untracked():
             self._check_open()
             self._follow()
             self._now = saving.restored(self, saved)
@@ -741,18 +752,22 @@ class Adapter:
         if file is not None:
             exporting.check(file, given)
         require(file is not None or given is None, "path", path, "a file, where there is an example")
-        with self._lock:
-            self._check_open()
-            self._follow()
-            self._borrowed.check_unchanged()
-            now, core = self._now, self._core
-            resting = now.watch is not None and self._resting(now.watch)
-            frozen = Frozen(core.source) if resting else self.method.frozen(self._context(now, 1))
-            own = self._how(now).trusted and not resting
-            model = exporting.standalone(self._borrowed, frozen, core.rule_of_statistics if own else "source")
+        model = self._standalone()
         if file is not None and given is not None:
             exporting.write(model, file, given)
         return model
+
+    @exclusive
+    def _standalone(self) -> nn.Module:
+        """See `export`."""
+        self._check_open()
+        self._follow()
+        self._borrowed.check_unchanged()
+        now, core = self._now, self._core
+        resting = now.watch is not None and self._resting(now.watch)
+        frozen = Frozen(core.source) if resting else self.method.frozen(self._context(now, 1))
+        own = self._how(now).trusted and not resting
+        return exporting.standalone(self._borrowed, frozen, core.rule_of_statistics if own else "source")
 
     def __repr__(self) -> str:
         """Method, objective, what adapts and at which learning rate."""

@@ -1,9 +1,11 @@
 """A user's model, borrowed: called with other weights and statistics, and found as it was after every call.
 
 The parameters and buffers of the model are never written. Adapted weights live in one float32 vector (P,), whatever the
-precision of the model; for the length of a call tensors cut from it stand in the place of the model's own. Training flags,
-gradient flags and hooks that a call needs are put back after it, also after an error or an interrupt; `give_back` can be
-called at any time, any number of times.
+precision of the model; for the length of a call tensors cut from it stand in the place of the model's own.
+
+Before anything in the model is changed, parameters, buffers, flags or hooks, a line that undoes it is put on a list. Undoing
+a line twice does no harm, and it leaves the list after it is undone. So an interrupt can strike anywhere, in torch and in
+`give_back` itself: the next `give_back` does the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import setitem
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -29,7 +32,7 @@ from come.batchnorm import (
 from come.by_stream import Block
 from come.errors import ConfigError, InputError, ModelError, shown
 from come.inputs import Arguments, Inputs, Key, checked, expected_dims
-from come.running import OUT_OF_REACH, Function, Mode, Place, StandIn, StandIns, UncopiedError, call_with, fused
+from come.running import OUT_OF_REACH, Function, Mode, Place, StandIn, StandIns, UncopiedError, fused
 from come.select import BATCH_NORMS, Selector, is_norm
 
 if TYPE_CHECKING:
@@ -37,6 +40,18 @@ if TYPE_CHECKING:
 
 ALIGNED = 64
 """Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
+
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""Where a module keeps the hooks that run with it."""
 
 
 class Slot(NamedTuple):
@@ -91,15 +106,10 @@ class Borrowed:
         """Weights and biases of BatchNorm layers, adapted or not."""
         self._buffers = _buffers(model)
         self._watched = self._written_by_forward()
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
-        """By identity: a buffer of the model, its version, and the copy that the forward sees."""
-        self._loan: list[tuple[Any, str, Any]] = []
-        """What was changed for a step: (object, attribute, value before)."""
-        self._frozen: list[nn.Parameter] = []
-        """Parameters that require gradients between steps."""
-        self._hooks: list[Any] = []
-        self._swapped = False
-        """Whether torch may have other tensors in the place of the model's own."""
+        self._copies: dict[int, tuple[Tensor, int, Tensor, int]] = {}
+        """By identity: a buffer of the model, its version, the copy that the forward sees, and its version."""
+        self._loan: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        """What undoes each change in the model."""
         self.compiled = False
         """Whether calls use `torch.compile`; set for the length of a step."""
         self.ranks: Ranks | None = None
@@ -200,9 +210,9 @@ class Borrowed:
         for module in self._modules:
             if module.training:
                 self._set(module, "training", False)
-        self._frozen += [p for p in self._params if p.requires_grad]
-        for p in self._frozen:
-            p.requires_grad = False
+        for p in self._params:
+            if p.requires_grad:
+                self._set(p, "requires_grad", False)
         # Moving or casting a model gives it new buffers.
         self._buffers = [slot._replace(value=getattr(slot.owner, slot.attribute)) for slot in self._buffers]
         self._watched = self._written_by_forward()
@@ -210,16 +220,21 @@ class Borrowed:
         self._copies = {key: kept for key, kept in self._copies.items() if key in here}
 
     def give_back(self) -> None:
-        """Put back whatever a step or a call has changed in the model."""
+        """Put back whatever a step or a call has changed in the model; may be called at any time, any number of times."""
         self._undo(0)
-        for p in self._frozen:
-            p.requires_grad = True
-        self._frozen.clear()
-        if self._swapped:  # an interrupt can stop torch from putting the model's own tensors back
-            for slot in (*self._slots, *self._affine, *self._buffers):
-                if getattr(slot.owner, slot.attribute, None) is not slot.value:
-                    setattr(slot.owner, slot.attribute, slot.value)
-            self._swapped = False
+
+    @torch.no_grad()
+    def overwrite(self, weights: Tensor) -> None:
+        """Write the vector (P,) into the model's own parameters, all or none."""
+        before = [p.clone() for p in self.parameters.values()]
+        try:
+            for p, value in zip(self.parameters.values(), self.split(weights), strict=True):
+                p.copy_(value)
+        except BaseException:
+            for p, value in zip(self.parameters.values(), before, strict=True):
+                p.copy_(value)
+            self._versions = self._read_versions()
+            raise
 
     def call(
         self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Callable[[], Any]] = ()
@@ -291,18 +306,17 @@ class Borrowed:
         """Call the user's own model."""
         places: list[Place] = [(slot.owner._parameters, slot.attribute, given[slot.name]) for slot in self._slots]
         places += [(slot.owner._buffers, slot.attribute, self._copy(slot.value)) for slot in self._watched]
-        mark, known = len(self._loan), {key: copy._version for key, (_, _, copy) in self._copies.items()}
+        mark = len(self._loan)
         try:
+            if hooks:
+                self._note_hooks(self._modules, HOOKS)
             for register in hooks:
-                self._hooks.append(register())
+                register()
             places += self._install(statistics, x.size, given)
-            self._swapped = True
-            out = call_with(self.model, places, x)
-            self._swapped = False
-            return out
+            self._replace(places)
+            return self.model(*x.args, **x.kwargs)
         finally:
             self._undo(mark)
-            self._refresh(known)
 
     def _call_stand_in(
         self, rule: StatisticsRule | Literal["streams"], given: dict[str, Any], x: Inputs, **more: Any
@@ -316,11 +330,12 @@ class Borrowed:
             for slot in self._buffers
             if slot.owner._buffers.get(slot.attribute) is not None
         ]
-        stand_in = self._stand_in(rule)
-        self._swapped = True
-        out = stand_in(given, self.mode.images(x), away=away, **more)
-        self._swapped = False
-        return out
+        stand_in, mark = self._stand_in(rule), len(self._loan)
+        try:
+            self._replace(away)
+            return stand_in(given, self.mode.images(x), **more)
+        finally:
+            self._undo(mark)
 
     def _rule_of(self, statistics: Statistics, batch: int) -> StatisticsRule | None:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
@@ -381,17 +396,14 @@ class Borrowed:
 
     def _copy(self, buffer: Tensor) -> Tensor:
         """What the forward sees, and may write to, in place of a buffer."""
-        kept = self._copies.get(id(buffer))
-        if kept is None or kept[0] is not buffer or kept[1] != buffer._version:  # the user may have changed it
-            kept = self._copies[id(buffer)] = (buffer, buffer._version, buffer.detach().clone())
-        return kept[2]
-
-    def _refresh(self, known: dict[int, int]) -> None:
-        """Discard what the forward has written into the copies of buffers."""
-        for key, (buffer, _, copy) in self._copies.items():
-            if copy._version != known.get(key):
-                with torch.no_grad():
-                    copy.copy_(buffer)
+        buffer_and_copy = self._copies.get(id(buffer))
+        if buffer_and_copy is not None:
+            known, version, copy, copied = buffer_and_copy
+            if known is buffer and version == buffer._version and copied == copy._version:  # nobody has written to them
+                return copy
+        copy = buffer.detach().clone()
+        self._copies[id(buffer)] = (buffer, buffer._version, copy, copy._version)
+        return copy
 
     def _install(self, statistics: Statistics, batch: int, given: dict[str, Tensor]) -> list[Place]:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
@@ -404,6 +416,7 @@ class Borrowed:
             return []
         estimate = batch_statistics if statistics == "batch" else statistics
         found: list[Place] = []
+        self._note_hooks(self.norms.values(), HOOKS[:1])
         for path, known in zip(self.norms, self.layers(), strict=True):
             prefix, layer = f"{path}." if path else "", known.module
             if isinstance(estimate, mixed) and by_torch and layer.affine:
@@ -411,9 +424,9 @@ class Borrowed:
                 weight, bias = (given.get(f"{prefix}{name}", getattr(layer, name)) for name in ("weight", "bias"))
                 # So that they are put back: the hook replaces them.
                 found += [(layer._parameters, "weight", weight), (layer._parameters, "bias", bias)]
-                self._hooks.append(layer.register_forward_pre_hook(rescaling(known, estimate, weight, bias)))
+                layer.register_forward_pre_hook(rescaling(known, estimate, weight, bias))
                 continue
-            self._hooks.append(layer.register_forward_pre_hook(normalizing(known, estimate)))
+            layer.register_forward_pre_hook(normalizing(known, estimate))
             mean, var = (value.to(self.device) for value in unit_statistics(known))
             found += [(layer._buffers, "running_mean", mean), (layer._buffers, "running_var", var)]
         return found
@@ -426,17 +439,26 @@ class Borrowed:
     def _set(self, owner: Any, attribute: str, value: Any) -> None:
         before = getattr(owner, attribute)
         if before is not value:
-            self._loan.append((owner, attribute, before))
+            self._loan.append((object.__setattr__, (owner, attribute, before)))
             object.__setattr__(owner, attribute, value)  # `nn.Module` looks for tensors first
 
+    def _replace(self, places: Iterable[Place]) -> None:
+        """Put other tensors into the model."""
+        for table, name, value in places:
+            self._loan.append((setitem, (table, name, table[name])))
+            table[name] = value
+
+    def _note_hooks(self, modules: Iterable[nn.Module], kinds: Sequence[str]) -> None:
+        """Whatever hooks of these kinds the modules get from now on are taken out again."""
+        tables = [getattr(module, kind) for module in modules for kind in kinds]
+        self._loan.append((_drop_new, ([(table, frozenset(table)) for table in tables],)))
+
     def _undo(self, mark: int) -> None:
-        """Take back the changes behind `mark`, latest first, and all hooks."""
+        """Take back the changes behind `mark`, latest first."""
         while len(self._loan) > mark:
-            object.__setattr__(*self._loan[-1])
+            undo, arguments = self._loan[-1]
+            undo(*arguments)
             self._loan.pop()
-        while self._hooks:
-            self._hooks[-1].remove()
-            self._hooks.pop()
 
     def _explained(self, error: Exception, x: Inputs) -> Exception:
         """What to raise for an error of the model: itself, or an `InputError` where a layer of torch refuses a shape."""
@@ -457,6 +479,13 @@ def _raised_by_torch(error: Exception) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.nn.")
+
+
+def _drop_new(known: list[tuple[dict[int, Any], frozenset[int]]]) -> None:
+    """Take out of each table what is not known there."""
+    for table, keys in known:
+        for key in [key for key in table if key not in keys]:
+            del table[key]
 
 
 def _cut(part: Tensor, shape: torch.Size) -> Tensor:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from come.errors import ComeError
+from come.errors import ComeError, warn
 from come.inputs import Inputs
 from come.method import NotCapturable, Written, undo
 from come.running import room
@@ -151,7 +151,7 @@ class Steps:
     def _say(self, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(f"compile=True, {self._step.method.name}: {what}", stacklevel=5)
+            warn(f"compile=True, {self._step.method.name}: {what}")
 
 
 def _by_compiler(error: Exception) -> bool:

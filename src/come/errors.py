@@ -7,6 +7,8 @@ built-in type that a Python programmer would expect.
 from __future__ import annotations
 
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from itertools import takewhile
@@ -16,6 +18,14 @@ LONGEST = 100
 """Characters of a value that a message shows."""
 FEW = 20
 """As many names a message lists; of more it says how many there are."""
+
+
+def warn(message: str) -> None:
+    """A warning at the line of the user's that called this library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "come":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 class ComeError(Exception):

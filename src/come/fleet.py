@@ -33,6 +33,7 @@ from come.files import replacing
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, to_host
 from come.inputs import Inputs, logits_of
+from come.locks import ModelLock, exclusive
 from come.many import Many, Stack
 from come.meeting import Meeting
 from come.method import Method, Step, untracked
@@ -188,14 +189,19 @@ class Fleet:
         self._steps = self._one._steps = Steps(self._many)  # the adapter forgets them when the model was moved
         self._rates: tuple[Any, Tensor] | None = None
 
+    @property
+    def _lock(self) -> ModelLock:
+        return self._one._lock
+
+    @exclusive
+    @untracked()
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: signals on their way from a GPU cannot be copied."""
-        with self._one._lock, untracked():
-            kept = dict(vars(self))
-            for name in ("_many", "_steps", "_rates"):
-                del kept[name]
-            kept["_streams"] = {name: replace(one, moment=_settled(one.moment)) for name, one in self._streams.items()}
-            return kept
+        kept = dict(vars(self))
+        for name in ("_many", "_steps", "_rates"):
+            del kept[name]
+        kept["_streams"] = {name: replace(one, moment=_settled(one.moment)) for name, one in self._streams.items()}
+        return kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """From a copy or a pickle."""
@@ -208,6 +214,7 @@ class Fleet:
         """Adapt every stream to its samples and return logits (B, K), in the order of the batch."""
         return self.step(x, streams).logits
 
+    @exclusive
     def step(self, x: Any, streams: Any) -> Step:
         """Adapt every stream to its samples; returns what `Adapter.step` does, in the order of the batch.
 
@@ -219,43 +226,41 @@ class Fleet:
             streams: the name of the stream of each sample, or one name for all.
         """
         inputs = self._one._borrowed.read((x,))
-        with self._one._lock:
-            rows = self._ready(streams, inputs.size)
-            first = any(self._moment(name).state is None for name in rows)
-            self._one.method.check(self._one._context(self._one._now, inputs.size), inputs, first)
-            parts, events = [], list[tuple[str, Event]]()
-            for name, mine in rows.items():
-                now, said = self._one._begun(self._moment(name))
-                parts.append(_Part(name, mine, now, self._streams[name].method))
-                events += [(name, event) for event in said]
-            before = self._streams
-            try:
-                found = self._one._running(lambda: self._groups(inputs, parts))
-                moments = {name: moment for group in found for name, moment in group[0].items()}
-                out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-                self._streams = before | {name: changed(before[name], moment=now) for name, now in moments.items()}
-                self._tell(events)
-                return out
-            except BaseException:
-                self._streams = before
-                raise
+        rows = self._ready(streams, inputs.size)
+        first = any(self._moment(name).state is None for name in rows)
+        self._one.method.check(self._one._context(self._one._now, inputs.size), inputs, first)
+        parts, events = [], list[tuple[str, Event]]()
+        for name, mine in rows.items():
+            now, said = self._one._begun(self._moment(name))
+            parts.append(_Part(name, mine, now, self._streams[name].method))
+            events += [(name, event) for event in said]
+        before = self._streams
+        try:
+            found = self._one._running(lambda: self._groups(inputs, parts))
+            moments = {name: moment for group in found for name, moment in group[0].items()}
+            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
+            self._streams = before | {name: changed(before[name], moment=now) for name, now in moments.items()}
+            self._tell(events)
+            return out
+        except BaseException:
+            self._streams = before
+            raise
 
-    @untracked()
     def predict(self, x: Any, streams: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes. See `answer` for which are valid."""
         return self.answer(x, streams).logits
 
+    @exclusive
     @untracked()
     def answer(self, x: Any, streams: Any) -> Step:
         """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
         inputs = self._one._borrowed.read((x,))
-        with self._one._lock:
-            rows = self._ready(streams, inputs.size)
-            parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
-            found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
-            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-            calibrated = {part.name: part.rows for part in parts if part.now.abstention is not None}
-            return out._replace(abstain=self._below(out.logits, calibrated)) if calibrated else out
+        rows = self._ready(streams, inputs.size)
+        parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
+        found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
+        out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
+        calibrated = {part.name: part.rows for part in parts if part.now.abstention is not None}
+        return out._replace(abstain=self._below(out.logits, calibrated)) if calibrated else out
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
@@ -263,6 +268,7 @@ class Fleet:
 
     # ---- abstaining ----
 
+    @exclusive
     def calibrate(self, data: Iterable[Any], **how: Any) -> Promise:
         """Choose when not to answer, for all streams: they begin with the same source model.
 
@@ -277,24 +283,24 @@ class Fleet:
             >>> fleet.step(torch.randn(4, 4), ["north", "north", "south", "south"]).abstain.shape
             torch.Size([4])
         """
-        with self._one._lock:
-            before = self._one._promise, self._one._now
-            try:
-                promise = self._one.calibrate(data, **how)
-                self._streams = {name: _promising(stream, promise) for name, stream in self._streams.items()}
-                return promise
-            except BaseException:
-                self._one._promise, self._one._now = before
-                raise
+        before = self._one._promise, self._one._now
+        try:
+            promise = self._one.calibrate(data, **how)
+            self._streams = {name: _promising(stream, promise) for name, stream in self._streams.items()}
+            return promise
+        except BaseException:
+            self._one._promise, self._one._now = before
+            raise
 
     @property
     def promise(self) -> Promise | None:
         """What `calibrate` promised; None before."""
         return self._one.promise
 
+    @exclusive
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
-        with self._one._lock, untracked():
+        with untracked():
             return self._below(logits, self._ready(streams, len(logits)))
 
     def _below(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
@@ -483,6 +489,7 @@ class Fleet:
         """Whether a stream of that name is open."""
         return str(name) in self._streams
 
+    @exclusive
     def open(self, name: Name, **own: float) -> None:
         """Begin a new stream at the source model.
 
@@ -491,7 +498,7 @@ class Fleet:
             **own: a learning rate and thresholds of its own: lr, and what the method lists in `by_stream`.
         """
         name = _name(name)
-        with self._one._lock, untracked():
+        with untracked():
             self._one._check_open()
             if name in self._streams:
                 raise ConfigError(f"stream {name!r} is open already; close() it first, or reset() it")
@@ -512,19 +519,20 @@ class Fleet:
         mine = replace(method, **cast(Any, own)) if own else method
         return _Stream(mine, dict(own), self._one._first())
 
+    @exclusive
     def close(self, name: Name | None = None) -> None:
         """Forget a stream; without a name end the fleet. The model is as it was handed in."""
-        with self._one._lock:
-            if name is None:
-                self._one.close()
-                self._streams, self._folder = {}, None
-                return
-            gone = self._known(name)
-            self._streams = {one: stream for one, stream in self._streams.items() if one != gone}
+        if name is None:
+            self._one.close()
+            self._streams, self._folder = {}, None
+            return
+        gone = self._known(name)
+        self._streams = {one: stream for one, stream in self._streams.items() if one != gone}
 
+    @exclusive
     def reset(self, name: Name | None = None) -> None:
         """Put a stream, or all, back to the source model."""
-        with self._one._lock, untracked():
+        with untracked():
             self._one._check_open()
             self._follow()
             names = self._streams if name is None else [self._known(name)]
@@ -549,13 +557,14 @@ class Fleet:
 
     # ---- what can be seen ----
 
+    @exclusive
     def health(self, name: Name | None = None) -> dict[str, Any]:
         """Counters and gauges of one stream's guard, as `Adapter.health`; without a name those of all, by stream."""
-        with self._one._lock:
-            if name is None:
-                return {one: self.health(one) for one in self._streams}
-            return self._streams[self._known(name)].moment.health()
+        if name is None:
+            return {one: self.health(one) for one in self._streams}
+        return self._streams[self._known(name)].moment.health()
 
+    @exclusive
     def count(self, name: Name) -> int:
         """Batches that a stream has adapted to since it was opened or reset."""
         return self._look(name).count
@@ -565,18 +574,21 @@ class Fleet:
         method = self._streams[self._known(name)].method
         return method.learning_rate(batch, self._one._borrowed.has_batch_norm) if method.descends else None
 
+    @exclusive
     def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
         """The adapted parameters of a stream by name: copies."""
         return self._look(name).adapted_parameters
 
+    @exclusive
     def state(self, name: Name) -> dict[str, Tensor]:
         """What the method remembers of a stream: copies."""
         return self._look(name).state
 
+    @exclusive
+    @untracked()
     def _look(self, name: Name) -> Adapter:
         """The adapter of one stream, as it is now; the stream stays where it is."""
-        with self._one._lock, untracked():
-            return self._view(self._streams[self._known(name)])
+        return self._view(self._streams[self._known(name)])
 
     def __repr__(self) -> str:
         """The adapter, and how many streams."""
@@ -585,9 +597,10 @@ class Fleet:
 
     # ---- state ----
 
+    @exclusive
     def save(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Write the state of a stream to a file that `Adapter.load` reads too; without a name, of all into a folder."""
-        with self._one._lock, untracked():
+        with untracked():
             if name is not None:
                 self._write(self._known(name), Path(path))
                 return
@@ -605,6 +618,7 @@ class Fleet:
                     f"cannot write to {folder}: {error.strerror}; choose a folder that is writable"
                 ) from error
 
+    @exclusive
     def packed(self, name: Name, note: str = "") -> bytes:
         """The bytes of the file that `save` writes of a stream: to keep it elsewhere, or to write it in another thread.
 
@@ -612,15 +626,16 @@ class Fleet:
             name: of the stream.
             note: a text of yours that travels with it; `come.saving.note_of` reads it from the file.
         """
-        with self._one._lock, untracked():
+        with untracked():
             return saving.packed(self._look(name), note)
 
+    @exclusive
     def load(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Continue a stream, which is opened if it is not, from a file that `save` or `Adapter.save` wrote.
 
         Without a name: all streams of a folder that `save` wrote. What does not fit changes nothing.
         """
-        with self._one._lock, untracked():
+        with untracked():
             self._one._check_open()
             self._follow()
             if name is not None:

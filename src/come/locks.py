@@ -1,14 +1,27 @@
-"""Locks for models: two adapters that share a module take turns, and a fork waits for the steps under way."""
+"""Locks for models: adapters that share a module take turns, a fork waits for the steps under way, and Ctrl-C frees them.
+
+Python raises a KeyboardInterrupt between two bytecodes of the main thread, so also inside a lock's `__enter__` or `__exit__`
+that is written in Python, `threading.Condition` included: after that no other thread ever gets the lock. Between the C code
+of an `RLock` and the `with` block around it there is no such place. So locks are only taken by `with` on an `RLock` itself.
+
+`_registry` is taken last: no other lock is waited for while it is held.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import sys
 import threading
 import weakref
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
+
+T = TypeVar("T")
 
 
 class _Lock:
@@ -18,13 +31,14 @@ class _Lock:
 
     def __init__(self) -> None:
         self.number = next(self._numbers)
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock()
 
 
 _of: weakref.WeakKeyDictionary[nn.Module, _Lock] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[_Lock] = weakref.WeakSet()
-_making = threading.Lock()
-_held: list[_Lock] = []
+_registry: Any = threading.RLock()
+_forking = threading.local()
+"""What this thread has taken for a fork."""
 
 
 class ModelLock:
@@ -32,46 +46,117 @@ class ModelLock:
 
     Example:
         >>> model = nn.Linear(2, 2)
-        >>> with ModelLock(model), ModelLock(nn.Sequential(model)):  # one thread may take it twice
-        ...     pass
+        >>> ModelLock(model).run(lambda: ModelLock(nn.Sequential(model)).run(lambda: "one thread may take it twice"))
+        'one thread may take it twice'
     """
 
     def __init__(self, model: nn.Module) -> None:
-        with _making:
+        with _registry:
             fresh = _Lock()
             found = {_of.setdefault(module, fresh) for module in model.modules()}
             _all.update(found)
         self._locks = sorted(found, key=lambda lock: lock.number)
 
-    def __enter__(self) -> None:
-        for taken, lock in enumerate(self._locks):
-            try:
-                lock.lock.acquire()
-            except BaseException:
-                for other in reversed(self._locks[:taken]):
-                    other.lock.release()
-                raise
+    def run(self, call: Callable[[], T]) -> T:
+        """Call a function while no other thread runs the model; locks and torch's modes are as before when it ends."""
+        return _holding(self._locks, lambda: _in_modes_of_its_own(call))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for lock in reversed(self._locks):
-            lock.lock.release()
+
+def _holding(locks: Sequence[_Lock], call: Callable[[], T]) -> T:
+    """Call a function while this thread holds all these locks."""
+    if not locks:
+        return call()
+    lock = locks[0].lock
+    nested = lock._is_owned()
+    try:
+        with lock:
+            return _holding(locks[1:], call)
+    finally:
+        if not nested and lock._is_owned():  # a trace function can raise where a signal cannot: at the end of `with`
+            lock.release()
+
+
+def _in_modes_of_its_own(call: Callable[[], T]) -> T:
+    """Call a function outside of inference mode; what it leaves of torch's modes is undone.
+
+    An interrupt in `torch.no_grad`, `torch.vmap` or a `TorchFunctionMode`, which are written in Python, leaves these on; or
+    their ends fail after it.
+    """
+    c, handled = torch._C, sys.exc_info()[1]
+    grad, layers = torch.is_grad_enabled(), c._functorch.get_dynamic_layer_stack_depth()
+    modes = [c._get_function_stack_at(i) for i in range(c._len_torch_function_stack())]
+    try:
+        with c._InferenceMode(False):  # in C; its end restores gradient mode, inference mode and autocast
+            c._set_grad_enabled(grad)
+            return call()
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and found is not handled:
+            if isinstance(found, KeyboardInterrupt):
+                raise found from None
+            found = found.__context__
+        raise
+    finally:
+        if c._functorch.get_dynamic_layer_stack_depth() > layers:
+            c._functorch.pop_dynamic_layer_stack_and_undo_to_depth(layers)
+        while c._len_torch_function_stack() > len(modes):
+            c._pop_torch_function_stack()
+        for mode in modes[c._len_torch_function_stack() :]:
+            c._push_on_torch_function_stack(mode)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def exclusive(method: Method) -> Method:
+    """A method that runs while no other thread runs the model of its object: one with a `ModelLock` as `_lock`."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._lock.run(lambda: method(self, *args, **kwargs))
+
+    return cast(Method, call)
 
 
 def _before_fork() -> None:
-    """Wait for the steps of other threads: the child would find their models half way."""
-    _making.acquire()
-    _held[:] = sorted(_all, key=lambda lock: lock.number)
-    for lock in _held:
-        lock.lock.acquire()
+    """Wait for the steps of other threads: the child would find their models half way.
+
+    A thread that holds one lock may wait for another one, or for the registry. So nothing is held while this one waits.
+    """
+    while True:
+        with _registry:
+            known = tuple(_all)
+        busy = next((lock for lock in known if not _taken_for_fork(lock)), None)
+        if busy is None:
+            _registry.acquire()
+            if all(lock.lock._is_owned() for lock in tuple(_all)):  # none was made meanwhile
+                return
+            _registry.release()
+        _release_after_fork()
+        if busy is not None:
+            with busy.lock:
+                pass
+
+
+def _taken_for_fork(lock: _Lock) -> bool:
+    if lock.lock._is_owned():
+        return True
+    vars(_forking).setdefault("locks", []).append(lock)  # noted first: an interrupt may follow
+    return bool(lock.lock.acquire(blocking=False))
+
+
+def _release_after_fork() -> None:
+    locks = vars(_forking).setdefault("locks", [])
+    while locks:
+        if locks[-1].lock._is_owned():
+            locks[-1].lock.release()
+        locks.pop()
 
 
 def _after_fork() -> None:
-    for lock in reversed(_held):
-        lock.lock.release()
-    _held.clear()
-    _making.release()
+    if _registry._is_owned():
+        _registry.release()
+    _release_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -9,7 +9,9 @@ model) is done first, while the others wait.
 from __future__ import annotations
 
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +39,9 @@ class _AbandonedError(Exception):
 class Meeting:
     """Runs functions at the same time that `ask` now and then.
 
+    Threads speak by `SimpleQueue`, whose `put` and `get` are C code: Ctrl-C can stop a `threading.Condition` half way, and
+    then the others wait for ever.
+
     Example:
         >>> def job(value):
         ...     return ask(0, "sum", lambda values: [sum(values)] * len(values), value)
@@ -45,12 +50,10 @@ class Meeting:
     """
 
     def __init__(self) -> None:
-        self._news = threading.Condition()
-        self._asked: dict[int, Asked] = {}
-        self._answers: dict[int, Any] = {}
-        self._left = 0
-        """How many functions are not done."""
-        self._broken = False
+        self._said: SimpleQueue[tuple[int, Asked | None]] = SimpleQueue()
+        """What each function asks for, by its number; None when it is done."""
+        self._answers: list[SimpleQueue[Any]] = []
+        """For each function; no list: it is abandoned."""
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """What the functions return; if one raises, all others are stopped at their next question, and it is raised here."""
@@ -59,6 +62,7 @@ class Meeting:
         found: dict[int, T] = {}
         errors: list[BaseException] = []
         settings = _Settings()
+        self._answers = [SimpleQueue() for _ in jobs]
 
         def work(number: int) -> None:
             _here.meeting = self, number
@@ -68,58 +72,49 @@ class Meeting:
             except BaseException as error:
                 errors.append(error)
             finally:
-                with self._news:
-                    self._left -= 1
-                    self._broken = self._broken or bool(errors)
-                    self._news.notify_all()
+                ended.add(number)
+                self._said.put((number, None))
 
-        threads = [threading.Thread(target=work, args=(i,), name=f"come-group-{i}") for i in range(len(jobs))]
-        self._left = len(threads)
+        started, ended, asked = set[int](), set[int](), dict[int, Asked]()
         try:
-            for thread in threads:
-                thread.start()
-            while self._next():
-                self._serve()
+            for number in range(len(jobs)):
+                start_new_thread(work, (number,))  # `Thread.start` waits for a Condition
+                started.add(number)
+            while left := len(started - ended):
+                if errors:
+                    break
+                if len(asked) == left:
+                    self._serve(asked)
+                number, one = self._said.get()
+                if one is not None:
+                    asked[number] = one
         finally:
-            with self._news:
-                self._broken = True
-                self._news.notify_all()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+            for answers in self._answers:
+                answers.put(None)
+            while started - ended:
+                self._said.get()
         for error in sorted(errors, key=lambda error: isinstance(error, _AbandonedError)):
             raise error
         return [found[i] for i in range(len(jobs))]
 
-    def _next(self) -> bool:
-        """Wait until all that are left have asked; False when none is left."""
-        with self._news:
-            while self._left and not self._broken and len(self._asked) < self._left:
-                self._news.wait()
-            return bool(self._left) and not self._broken
-
-    def _serve(self) -> None:
+    def _serve(self, asked: dict[int, Asked]) -> None:
         """Do what comes first, for all that ask for the same."""
-        order = min(one.order for one in self._asked.values())
-        keys = {one.key: None for one in self._asked.values() if one.order == order}
+        order = min(one.order for one in asked.values())
+        keys = {one.key: None for one in asked.values() if one.order == order}
         for key in keys:
-            numbers = [n for n, one in sorted(self._asked.items()) if (one.order, one.key) == (order, key)]
-            together = [self._asked.pop(n) for n in numbers]
+            numbers = [n for n, one in sorted(asked.items()) if (one.order, one.key) == (order, key)]
+            together = [asked.pop(n) for n in numbers]
             found = together[0].do([one.given for one in together])
-            with self._news:
-                self._answers |= dict(zip(numbers, found, strict=True))
-                self._news.notify_all()
+            for number, answer in zip(numbers, found, strict=True):
+                self._answers[number].put([answer])
 
     def wait(self, number: int, asked: Asked) -> Any:
         """In the thread of a function: what it gets."""
-        with self._news:
-            self._asked[number] = asked
-            self._news.notify_all()
-            while number not in self._answers and not self._broken:
-                self._news.wait()
-            if number not in self._answers:
-                raise _AbandonedError
-            return self._answers.pop(number)
+        self._said.put((number, asked))
+        answer = self._answers[number].get()
+        if answer is None:
+            raise _AbandonedError
+        return answer[0]
 
 
 class _Settings:

@@ -13,7 +13,7 @@ import copy
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -414,7 +414,6 @@ class StandIn:
         x: Inputs,
         share: Tensor | float | None = None,
         blocks: tuple[Block, ...] = (Block(),),
-        away: Sequence[Place] = (),
     ) -> Any:
         """What the model returns for `x`.
 
@@ -423,20 +422,17 @@ class StandIn:
             x: the batch.
             share: of the batch's statistics, for the rule "mixed".
             blocks: which streams, for the rule "streams".
-            away: what the user's model must not hold meanwhile.
         """
-        places: list[Place] = [*away, *((*self._places[name], value) for name, value in given.items())]
+        places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
         if share is not None:
             places.append((vars(self._mixing), "share", torch.as_tensor(share)))
         places.append((vars(self._sharing), "blocks", blocks))
-        try:
-            with room() if self._compiled else contextlib.nullcontext():
-                return call_with(self.module, places, x)
-        finally:
-            self._refresh()
+        self._refresh()
+        with room() if self._compiled else contextlib.nullcontext():
+            return call_with(self.module, places, x)
 
     def _refresh(self) -> None:
-        """Discard what the forward has written into buffers."""
+        """Discard what the forward before has written into buffers."""
         for i, (buffer, value) in enumerate(self._buffers):
             if buffer._version != self._versions[i]:
                 with torch.no_grad():

@@ -217,10 +217,15 @@ def _described(value: Any) -> Any:
 def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
     """Write the state of `adapter` to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
     place = Place.of(path)
-    with adapter._lock, untracked():
-        data, count = packed(adapter), adapter.count
+
+    @untracked()
+    def pack() -> tuple[bytes, int]:
+        data = packed(adapter)
         if place is None:
             put(Path(path), data)
+        return data, adapter.count
+
+    data, count = adapter._lock.run(pack)
     if place is not None:  # an upload may take long, and nobody has to wait for it
         place.upload(data, f"State of {adapter.method.name} after {count} batches")
 

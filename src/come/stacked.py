@@ -8,9 +8,7 @@ stream by stream.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +22,10 @@ from come.trees import leaves, like
 BARE_CALL, CALL, GRADIENT = range(3)
 """What groups of streams ask for, in this order: calls of the model without and with a gradient, and gradients."""
 
-_here = threading.local()
-
 
 def stacking() -> bool:
     """Whether this thread is inside a step of many streams."""
-    return bool(getattr(_here, "on", False))
-
-
-@contextmanager
-def stacked() -> Iterator[None]:
-    """For a step of many streams."""
-    _here.on = True
-    try:
-        yield
-    finally:
-        _here.on = False
+    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0
 
 
 def has_gradient(values: Tensor) -> bool:
@@ -140,8 +126,7 @@ def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs) -> Any:
         made.append(run(like(given, list(values[: len(mine)])), Inputs(*like(tuple(x), list(values[len(mine) :])))))
         return tuple(leaves(made[0]))
 
-    with stacked():
-        found = torch.vmap(one, in_dims=dims)(*mine, *batch)
+    found = torch.vmap(one, in_dims=dims)(*mine, *batch)
     return like(made[0], list(found))
 
 

@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        more = "".join(f"-{key}={value}" for key, value in self.arguments)
+        more = "".join(f"-{key}={value}" for key, value in self.arguments) + ("-float64" if self.exact else "")
         return f"{self.method}-{self.objective}-{self.norm}-{self.ranks}{'' if self.guard else '-bare'}{more}"
 
     def model(self) -> nn.Module:
@@ -117,6 +117,7 @@ FURTHER = [
         if method not in ("tent", "eata", "sar", "cotta", *UNDIVIDED)
     ),
     *(Case(method, "come", "layer", 2, exact=True) for method in ("deyo", "roid", "t3a", "tea")),
+    *(Case(method, "em", "batch", 2, exact=True) for method in ("tent", "eata", "sar", "cotta")),
     Case("tent", "em", "layer", 2, exact=True, arguments=(("lr", 1.0),), times=6),  # collapses, and recovers
     Case(
         "tent", "come", "layer", 3, exact=True, arguments=(("lr", None),)

@@ -12,12 +12,13 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -187,12 +188,12 @@ class Service:
         )
         self._counts = Counts(labels)
         self._refused = self._failed = 0
-        self._news = threading.Condition()
+        self._bell: SimpleQueue[None] = SimpleQueue()
+        """Rings when there is something to do. In C, as the lock: Ctrl-C can stop a Condition half way, for good."""
+        self._mutex = threading.RLock()
         """Guards the queue:"""
         self._waiting: deque[_Request | _Command] = deque()
         self._urgent: deque[_Command] = deque()
-        self._queued, self._queued_of = 0, Counter[str]()
-        """Samples that wait, and those of each tenant."""
         self._closing = False
         self._later: dict[str, _Request] = {}
         """Answered requests that their tenants are still to adapt to, one of each; of the thread of the fleet."""
@@ -246,47 +247,58 @@ class Service:
             name: of the tenant, 1 to 128 letters, digits and `_ . @ + : = -`, no dot first.
             x: `(n, *shape)` in `dtype`, n from 1 to `max_samples`, finite.
         """
-        return cast(Answer, self.ask("predict", name, x).result())
+        return cast(Answer, self._result("predict", name, x))
 
     def health(self, name: str) -> dict[str, Any]:
         """Counters and gauges of a tenant, as `come.Fleet.health`; of one on disk, that it is there."""
-        return cast(dict[str, Any], self.ask("health", name).result())
+        return cast(dict[str, Any], self._result("health", name))
 
     def reset(self, name: str) -> None:
         """Put a tenant back to the source model, on disk too."""
-        self.ask("reset", name).result()
+        self._result("reset", name)
 
     def delete(self, name: str) -> None:
         """Forget a tenant, on disk too; its next request begins at the source model."""
-        self.ask("delete", name).result()
+        self._result("delete", name)
 
     def metrics(self) -> Metrics:
         """Counters and gauges, of the service and of up to `labels` tenants; all others are one, "(other)"."""
-        return cast(Metrics, self.ask("metrics").result())
+        return cast(Metrics, self._result("metrics"))
 
     def uncertainty(self, x: Tensor) -> tuple[float, float]:
         """Mean and standard deviation of the source model's uncertainty on samples `(n, *shape)`: the reference of "shift"."""
-        return cast("tuple[float, float]", self.ask("uncertainty", x).result())
+        return cast("tuple[float, float]", self._result("uncertainty", x))
 
     def ask(self, what: str, *arguments: Any) -> Future[Any]:
         """Call "predict", "health", "reset", "delete", "metrics" or "uncertainty" without waiting for what it returns.
 
         What is wrong with a request is raised at once, as a `RequestError`.
         """
+        future = Future[Any]()
+        self._ask(future, what, *arguments)
+        return future
+
+    def _result(self, what: str, *arguments: Any) -> Any:
+        """Call something and wait for what it returns; Ctrl-C ends the wait, and the request is run all the same."""
+        future, done = Future[Any](), SimpleQueue[Future[Any]]()
+        future.add_done_callback(done.put)  # now: once the worker has it, its Condition must not be left half way
+        self._ask(future, what, *arguments)
+        return done.get().result()
+
+    def _ask(self, future: Future[Any], what: str, *arguments: Any) -> None:
         if what in ("predict", "health", "reset", "delete"):
             self._check_name(arguments[0])
         if what == "predict":
-            return self._enqueue(*arguments)
+            return self._enqueue(future, *arguments)
         run: Callable[..., Any] = getattr(self, f"_{what}")
         ordered = what in ("reset", "delete")  # after the requests before it
-        command = _Command(arguments[0] if ordered else "", lambda: run(*arguments))
-        with self._news:
+        command = _Command(arguments[0] if ordered else "", lambda: run(*arguments), future)
+        with self._mutex:
             self._check_open()
             (self._waiting if ordered else self._urgent).append(command)
-            self._news.notify()
-        return command.future
+        self._bell.put(None)
 
-    def _enqueue(self, name: str, x: Tensor) -> Future[Answer]:
+    def _enqueue(self, future: Future[Answer], name: str, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype != DTYPES[self.dtype]:
             found = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
             raise RequestError(f"samples must be {self.dtype}, got {found}")
@@ -297,20 +309,17 @@ class Service:
             raise RequestError(f"a request must hold 1 to {self.max_samples} samples, got {len(x)}", status)
         if self.dtype == "float32" and not bool(x.isfinite().all()):
             raise RequestError("samples must be finite, got NaN or infinity")
-        request = _Request(name, x)
-        with self._news:
+        request = _Request(name, x, future)
+        with self._mutex:
             self._check_open()
-            if self._queued + len(x) > self._max_queue:
+            if self._queued() + len(x) > self._max_queue:
                 self._refused += 1
                 raise RequestError("the server is busy; try again later", 503)
-            if self._queued_of[name] + len(x) > self._max_queue // SHARE:
+            if self._queued(name) + len(x) > self._max_queue // SHARE:
                 self._refused += 1
                 raise RequestError("this tenant has too many requests waiting; try again later", 429)
-            self._queued += len(x)
-            self._queued_of[name] += len(x)
-            self._waiting.append(request)
-            self._news.notify()
-        return request.future
+            self._waiting.append(request)  # one line: an interrupt leaves it in the queue or not
+        self._bell.put(None)
 
     def _check_name(self, name: str) -> None:
         check_name(name)
@@ -321,6 +330,12 @@ class Service:
         if self._closing:
             raise RequestError("the server is shutting down; try again later", 503)
 
+    def _queued(self, name: str | None = None) -> int:
+        """Samples that wait, of one tenant or of all."""
+        with self._mutex:
+            requests = [one for one in self._waiting if isinstance(one, _Request)]
+        return sum(len(one.x) for one in requests if name is None or one.name == name)
+
     @property
     def alive(self) -> bool:
         """Whether its threads run."""
@@ -329,13 +344,13 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether requests are answered now."""
-        return self.alive and not self._closing and self._queued < self._max_queue
+        return self.alive and not self._closing and self._queued() < self._max_queue
 
     def close(self) -> None:
         """Refuse new requests, answer those that wait, write all states, and let another server have the folder."""
-        with self._news:
+        with self._mutex:
             self._closing = True
-            self._news.notify()
+        self._bell.put(None)
         self._worker.join()
 
     def __enter__(self) -> Self:
@@ -370,24 +385,34 @@ class Service:
 
     def _next(self) -> tuple[list[_Command], list[_Request]] | None:
         """Wait for something to do; nothing, if a state is due to be written; None, once a closed service has done all."""
-        with self._news:
-            while not (self._urgent or self._waiting or self._later):
-                if self._closing:
-                    return None
-                if not self._news.wait(timeout=self._tenants.until_due()):
-                    return [], []
+        while not self._bell.empty():  # what has rung so far is looked at now
+            self._bell.get()
+        while not (self._urgent or self._waiting or self._later):
+            if self._closing:
+                return None
+            if not self._rings(self._tenants.until_due()):
+                return [], []
+        if not self._urgent and self._waiting and isinstance(first := self._waiting[0], _Request):
+            latest = first.arrived + self._max_wait
+            while self._queued() < self._max_batch and not (self._urgent or self._closing):
+                if (left := latest - time.monotonic()) <= 0 or not self._rings(left):
+                    break
+        with self._mutex:
             if self._urgent:
                 commands = list(self._urgent)
                 self._urgent.clear()
                 return commands, []
-            if self._waiting and isinstance(first := self._waiting[0], _Request):
-                latest = first.arrived + self._max_wait
-                while self._queued < self._max_batch and not (self._urgent or self._closing):
-                    if (left := latest - time.monotonic()) <= 0 or not self._news.wait(timeout=left):
-                        break
-            elif self._waiting:
-                return [cast(_Command, self._waiting.popleft())], []
+            if self._waiting and isinstance(self._waiting[0], _Command):
+                return [self._waiting.popleft()], []  # type: ignore[list-item]
             return [], self._take()
+
+    def _rings(self, timeout: float | None) -> bool:
+        """Wait until there may be something to do; False when the time is over."""
+        try:
+            self._bell.get(timeout=timeout)
+        except Empty:
+            return False
+        return True
 
     def _take(self) -> list[_Request]:
         """The next requests, in their order, at most one of each tenant, and none that must wait for a command."""
@@ -399,13 +424,9 @@ class Service:
             elif batch and samples + len(one.x) > self._max_batch:
                 later.append(one)
                 break
+            elif not one.future.set_running_or_notify_cancel():
+                continue
             else:
-                self._queued -= len(one.x)
-                self._queued_of[one.name] -= len(one.x)
-                if not self._queued_of[one.name]:
-                    del self._queued_of[one.name]
-                if not one.future.set_running_or_notify_cancel():
-                    continue
                 batch.append(one)
                 samples += len(one.x)
             seen.add(one.name)
@@ -556,7 +577,7 @@ class Service:
             for kind, name, text, value in (
                 ("gauge", "tenants", "Tenants, on disk included", len(self._tenants)),
                 ("gauge", "resident_tenants", "Tenants in memory", len(here)),
-                ("gauge", "queued_samples", "Samples that wait", self._queued),
+                ("gauge", "queued_samples", "Samples that wait", self._queued()),
                 (
                     "gauge",
                     "unwritten_steps",
