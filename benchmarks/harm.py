@@ -4,6 +4,7 @@
     python benchmarks/harm.py run zoo.npz weights results/harm --device cuda     # one process for each network fills a GPU
     python benchmarks/harm.py show results/harm
     python benchmarks/harm.py draw results/harm results
+    python benchmarks/harm.py cost --device cuda                                 # a step of steady relative to one of Tent
 
 Networks (`training/zoo.py`) x streams (`streams`) x methods (`METHODS`), as `come.adapt` gives them and bare. A cell is the
 accuracy of the method minus that of the source model on the same samples, with a 95% interval that counts each image once.
@@ -42,10 +43,10 @@ IMAGES, KEPT_BACK = 2000, 500
 OBJECTIVES = ("em", "come", "invariant")
 METHODS = {
     "steady": {"method": "steady"},
+    "steady, corrected": {"method": "steady", "prior_correction": True},
     **{f"{m} + {o}": {"method": m, "objective": o} for m in ("tent", "eata", "sar") for o in OBJECTIVES},
     "zerosiam": {"method": "zerosiam", "objective": "em"},
 }
-PUBLISHED = tuple(name for name in METHODS if name != "steady" and "invariant" not in name)
 
 
 # ---- streams ----
@@ -322,6 +323,38 @@ def draw(folder: Path, out: Path) -> None:
     plt.close(figure)
 
 
+def cost(device: torch.device, tiny: bool) -> None:
+    """Seconds of a step of steady relative to one of Tent on the same model, guard on, taken in turn."""
+    import torchvision
+
+    size, batch = (64, 4) if tiny else (224, 64)
+    for name in ("resnet18",) if tiny else ("resnet50", "vit_b_16"):
+        model = torchvision.models.get_model(name, weights=None).to(device).eval()
+        x = torch.randn(batch, 3, size, size, device=device)
+        for mode in ({}, {"precision": "bf16", "compile": True})[: 1 if tiny else 2]:
+            both = {m: come.adapt(model, m, **mode) for m in ("tent", "steady")}
+            seconds: dict[str, list[float]] = {m: [] for m in both}
+            for repeat in range(4 if tiny else 30):
+                for method, adapter in both.items():
+                    _wait(device)
+                    started = time.perf_counter()
+                    adapter(x)
+                    _wait(device)
+                    if repeat >= (2 if tiny else 10):
+                        seconds[method].append(time.perf_counter() - started)
+            middle = {m: sorted(values)[len(values) // 2] for m, values in seconds.items()}
+            words = "bf16, compiled" if mode else "float32"
+            print(
+                f"{name}, {words}: steady / tent {middle['steady'] / middle['tent']:.3f} (batches of {batch})",
+                flush=True,
+            )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -338,7 +371,12 @@ def main() -> None:
         command.add_argument("folder", type=Path)
         if name == "draw":
             command.add_argument("out", type=Path)
+    costing = commands.add_parser("cost")
+    costing.add_argument("--device", default="cpu")
+    costing.add_argument("--tiny", action="store_true", help="a small model, for a trial")
     args = parser.parse_args()
+    if args.command == "cost":
+        return cost(torch.device(args.device), args.tiny)
     if args.command == "show":
         return show(args.folder)
     if args.command == "draw":

@@ -797,7 +797,7 @@ def _own(out: Step, rows: slice | None) -> Step:
 
 def adapt(
     model: nn.Module,
-    method: str | type[Method] | Method = "tent",
+    method: str | type[Method] | Method = "steady",
     *,
     objective: str | Objective | None = None,
     guard: bool | Guard = True,

@@ -122,7 +122,7 @@ class Fleet:
     def __init__(
         self,
         model: nn.Module,
-        method: str | type[Method] | Method = "tent",
+        method: str | type[Method] | Method = "steady",
         *,
         objective: str | Objective | None = None,
         streams: int | Sequence[Name] = (),

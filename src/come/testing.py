@@ -691,6 +691,67 @@ def check_objective(objective: Objective) -> None:
         assert torch.allclose(objective.marginal_entropy(views), objective.entropy(z)), "equal views change the entropy"
 
 
+def check_invariance(
+    make: MethodFactory,
+    *,
+    norms: Iterable[str] = ("batch", "group", "layer"),
+    shift: float = 10.0,
+    model: Callable[[Callable[[int], nn.Module]], nn.Module] = TinyClassifier,
+) -> None:
+    """Check that adaptation treats models with the same probabilities alike.
+
+    A softmax classifier is the same with a constant added to all logits, or with its classes in another order. So answers and
+    adapted weights must be the same to rounding. Every method with the objectives "em" and "invariant" keeps this; with "come"
+    none does, because its "I do not know" has a fixed logit.
+
+    Args:
+        make: puts the method around a model, as for `check_method`.
+        norms: kinds of normalization to check with, of `NORMS`.
+        shift: the constant.
+        model: as for `check_method`.
+
+    Raises:
+        AssertionError: says which change of the model matters, with which kind of normalization.
+
+    Example:
+        >>> import come
+        >>> check_invariance(lambda model: come.adapt(model, "tent", objective="invariant"), norms=["layer"])
+        >>> check_invariance(lambda model: come.adapt(model, "tent", objective="come"), norms=["layer"])
+        Traceback (most recent call last):
+            ...
+        AssertionError: layer normalization: a constant of 10 on all logits changes the adapted weights by ...
+    """
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for norm in norms:
+        plain, shifted, permuted = (model(NORMS[norm]).double() for _ in range(3))
+        with torch.no_grad():
+            shifted.head.bias += shift  # type: ignore[union-attr, operator]
+            for p in (permuted.head.weight, permuted.head.bias):  # type: ignore[union-attr]
+                p.copy_(p[order])  # type: ignore[operator, index]
+        expected = _trajectory(make, plain)
+        for what, changed, turned in (
+            (f"a constant of {shift:g} on all logits", shifted, torch.arange(CLASSES)),
+            ("another order of the classes", permuted, order),
+        ):
+            probabilities, weights = _trajectory(make, changed)
+            for kind, found, wanted in (
+                ("adapted weights", weights, expected[1]),
+                ("answers", probabilities, expected[0][..., turned]),
+            ):
+                off = (found - wanted).abs().max().item()
+                assert off < 1e-6, f"{norm} normalization: {what} changes the {kind} by {off:.2g}"
+
+
+def _trajectory(make: MethodFactory, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Probabilities (T, B, K) and adapted weights (T, P) along four batches."""
+    adapter = make(model)
+    answers, weights = [], []
+    for x in batches(4):
+        answers.append(adapter(x.double()).softmax(dim=1))
+        weights.append(torch.cat([value.flatten() for value in adapter.adapted_parameters.values()]))
+    return torch.stack(answers), torch.stack(weights)
+
+
 def _logits_to_try() -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     for k in (2, 10, 1000, 100_000):

@@ -42,7 +42,7 @@ class Adapt(Callback):
         Adapt('tent', model='model', objective='come')
     """
 
-    def __init__(self, method: Any = "tent", *, model: str = "", **options: Any) -> None:
+    def __init__(self, method: Any = "steady", *, model: str = "", **options: Any) -> None:
         self.method, self.model, self.options = method, model, options
         self.classifier: Adapter | None = None
         """The adapter of the last run: `health()`, `save()`, `export()`."""

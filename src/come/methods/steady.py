@@ -21,20 +21,20 @@ c that two recent answers agree, counted over pairs of samples, and the mean ent
 1/c is the effective number of classes. Below 0.7 K nothing is learned, whether few classes come or the model has begun to
 collapse, and the pull leads back to the source. A model that is sure of everything has nothing to learn.
 
-The answer is corrected by what the batch says about its classes. Two samples of a batch agree more often than samples of
-different batches if classes come together (frames of a video, a sorted list): that excess, :math:`r`, is the correlation within
-a batch, and makes the classes of the batch a Dirichlet-multinomial with mean :math:`\mu` (the long-run average of p) and
-:math:`\alpha = (1 - r) / r`. From the n - 1 others, counted by their own corrected answers q:
+With `prior_correction` the answer is corrected by what the batch says about its classes. Two samples of a batch agree more
+often than samples of different batches if classes come together (frames of a video, a sorted list): that excess, :math:`r`, is
+the correlation within a batch, and makes the classes of the batch a Dirichlet-multinomial with mean :math:`\mu` (the long-run
+average of p) and :math:`\alpha = (1 - r) / r`. From the n - 1 others, counted by their own corrected answers q:
 
 .. math:: \pi_{ik} = \frac{\alpha \mu_k + \sum_{j \ne i} q_{jk}}{\alpha + n - 1}, \qquad
           q_i = \mathrm{softmax}(f_i + \ln \pi_i - \ln \mu)
 
-A change of the domain also makes samples of a batch agree a little more: r counts only where agreement within a batch is at
-least twice that between batches, fully from 3.5 times on. Where classes come at random the answer is the model's own.
+A change of the domain also makes samples of a batch agree more, and cannot be told apart for certain: r counts only where
+agreement within a batch is at least twice that between batches, fully from 3.5 times on, and the correction is off by default.
 
 Adapts the affine parameters of normalization layers, on the source's BatchNorm statistics unless told otherwise: those of a
 batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward and one backward per batch.
-Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (Ma et al., 2025), which replaces a part of the
+Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (arXiv 2511.03256), which replaces a part of the
 entropy by a running class marginal. See docs/steady.md for how it was found, what each part does, and where it fails.
 """
 
@@ -77,7 +77,8 @@ class Steady(Method):
         diversity: lambda, the weight of the averaged answer's entropy, >= 0.
         pull: rho, the share of the way back to the source for each 64 samples, in [0, 1].
         memory: how much of the running averages is kept over 64 samples, in [0, 1).
-        prior_correction: correct the answer by the classes of the batch.
+        prior_correction: correct the answer by the classes of the batch; for streams whose classes come together and whose
+            domain changes seldom.
         rounds: how often the correction counts again.
 
     Example:
@@ -95,7 +96,7 @@ class Steady(Method):
     diversity: float = 2.0
     pull: float = 0.02
     memory: float = 0.9
-    prior_correction: bool = True
+    prior_correction: bool = False
     rounds: int = 5
 
     def __post_init__(self) -> None:

@@ -132,7 +132,7 @@ class Service:
     def __init__(
         self,
         model: nn.Module,
-        method: Any = "tent",
+        method: Any = "steady",
         *,
         shape: Sequence[int],
         dtype: str = "float32",

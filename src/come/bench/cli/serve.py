@@ -83,7 +83,7 @@ def _number(text: str, least: int) -> Any:
 def serve(
     model: Annotated[str, typer.Option(help="What to serve; [bold]come list models[/].")] = "glyphs-vit",
     checkpoint: Annotated[Path | None, typer.Option(help="A file with its weights.")] = None,
-    method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = "tent",
+    method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = "steady",
     objective: Annotated[str, typer.Option(help="come, em, ...")] = "come",
     adapt: Annotated[str, typer.Option(help="inline, after, every:N, shift, shift:MEAN,STD or never.")] = "inline",
     dtype: Annotated[
