@@ -100,7 +100,6 @@ def draw(file: Path, out: Path) -> None:
     axes[0].set_ylabel("accuracy, %")
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(out / "constant.svg", metadata={"Date": None})
-    figure.savefig(out / "constant.png", dpi=110)
     plt.close(figure)
 
 

@@ -312,14 +312,14 @@ def draw(folder: Path, out: Path) -> None:
         axis.set_title(f"{method}: mean {sum(flat) / len(flat):+.1f}, {below:.0f}% of cells below -1", fontsize=11)
         for y, row in enumerate(values):
             for x, value in enumerate(row):
-                if value == value:
-                    axis.text(x, y, f"{value:.0f}" if abs(value) >= 0.5 else "", ha="center", va="center", fontsize=6.5)
+                if abs(value) >= 0.5:
+                    colour = "white" if abs(value) > 11 else "black"
+                    axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
         axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=8)
         names = [f"{kept['network']}{' *' if kept['chosen_on'] else ''}" for kept in networks]
         axis.set_yticks(range(len(networks)), names, fontsize=8)
     figure.colorbar(picture, ax=axes, label="accuracy minus the source model's, points", shrink=0.6)
     figure.savefig(out / "harm.svg", metadata={"Date": None})
-    figure.savefig(out / "harm.png", dpi=110)
     plt.close(figure)
 
 

@@ -32,7 +32,7 @@ def run(code):
 def test_public_names():
     assert come.__all__ == [
         "Adapter", "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Fleet", "Guard", "InputError",
-        "Method", "MissingError", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step",
+        "Invariant", "Method", "MissingError", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step",
         "__version__", "adapt", "callbacks", "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)

@@ -32,7 +32,7 @@ from come.errors import (
 from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.method import Method, Step
-from come.objectives import Objective, Opinion, Softmax
+from come.objectives import Invariant, Objective, Opinion, Softmax
 from come.version import __version__
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Fleet",
     "Guard",
     "InputError",
+    "Invariant",
     "Method",
     "MissingError",
     "ModelError",

@@ -210,7 +210,7 @@ def lanes(choice: Choice) -> list[Lane]:
         "No Adapt": ("source", "em"),
         f"{name} + EM": (choice.method, "em"),
         f"{name} + COME": (choice.method, "come"),
-        "Steady": ("steady", "come"),
+        "Steady": ("steady", "invariant"),
     }
     found = []
     for title, (method, objective) in wanted.items():
