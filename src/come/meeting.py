@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -85,7 +86,9 @@ class Meeting:
                 self._broken = True
                 self._news.notify_all()
             for thread in threads:
-                if thread.ident is not None:
+                with suppress(
+                    RuntimeError
+                ):  # not started: if an interrupt struck in that, it ends at its first question
                     thread.join()
         for error in sorted(errors, key=lambda error: isinstance(error, _AbandonedError)):
             raise error

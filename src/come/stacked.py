@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from come.errors import ModelError
 from come.inputs import Inputs
@@ -33,13 +34,30 @@ def stacking() -> bool:
 
 
 @contextmanager
-def stacked() -> Iterator[None]:
-    """For a step of many streams."""
-    _here.on = True
-    try:
-        yield
-    finally:
+def _stacked() -> Iterator[None]:
+    """For a step of many streams. An interrupt inside of torch.vmap can leave torch in it, or become another error."""
+    depth = _functorch.get_dynamic_layer_stack_depth()
+
+    def leave() -> None:
         _here.on = False
+        if _functorch.get_dynamic_layer_stack_depth() > depth:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+    try:
+        try:
+            _here.on = True
+            yield
+        finally:
+            leave()
+    except Exception as error:
+        cause: BaseException | None = error
+        while isinstance(cause, Exception):
+            cause = cause.__context__
+        if cause is not None:
+            raise cause from None
+        raise
+    finally:  # again, in case an interrupt struck in the first one
+        leave()
 
 
 def has_gradient(values: Tensor) -> bool:
@@ -141,7 +159,7 @@ def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs, streams: int,
         made.append(run(like(given, list(values[: len(mine)])), Inputs(*like(tuple(x), list(values[len(mine) :])))))
         return tuple(leaves(made[0]))
 
-    with stacked():
+    with _stacked():
         found = torch.vmap(one, in_dims=dims)(*mine, *batch)
     return like(made[0], list(found))
 
