@@ -8,6 +8,7 @@ stream by stream.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def stacking() -> bool:
 @contextmanager
 def _stacked() -> Iterator[None]:
     """For a step of many streams. An interrupt inside of torch.vmap can leave torch in it, or become another error."""
-    depth = _functorch.get_dynamic_layer_stack_depth()
+    depth, handled = _functorch.get_dynamic_layer_stack_depth(), sys.exc_info()[1]
 
     def leave() -> None:
         _here.on = False
@@ -53,7 +54,7 @@ def _stacked() -> Iterator[None]:
         cause: BaseException | None = error
         while isinstance(cause, Exception):
             cause = cause.__context__
-        if cause is not None:
+        if cause is not None and cause is not handled:
             raise cause from None
         raise
     finally:  # again, in case an interrupt struck in the first one
