@@ -154,7 +154,7 @@ def test_sar(case, recorder):
         return step
 
     def each(_):
-        averages.append(method.state["average"].clone())
+        averages.append(torch.where(method.state["averaged"], method.state["average"], torch.nan))
         recoveries.append(method.state["recoveries"].clone())
 
     method.method.adapt = watched
