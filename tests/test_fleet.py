@@ -326,6 +326,41 @@ def test_an_interrupt_at_any_line_of_a_step_strikes_all_streams_or_none(make):
     assert line > 20
 
 
+def test_an_interrupt_inside_of_vmap_leaves_nothing_behind(make):
+    """At some lines of torch it left a layer of vmap open, in this thread for good, or came out as another error."""
+    from torch._C import _functorch
+
+    fleet, x = make("tent", streams=2, dtype=torch.float32), stream(1, size=4, dtype=torch.float32)[0]
+    fleet(x, list("0101"))
+    seen, at = set(), None
+
+    def trace(frame, event, _):
+        nonlocal at
+        place = frame.f_code.co_filename, frame.f_lineno
+        if "_functorch" not in place[0]:
+            return None
+        if event == "line" and at is None and place not in seen:  # each line once
+            seen.add(place)
+            at = place
+            raise KeyboardInterrupt
+        return trace
+
+    while True:
+        at = None
+        sys.settrace(trace)
+        try:
+            fleet(x, list("0101"))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert _functorch.get_dynamic_layer_stack_depth() == 0, at
+        assert fleet.count("0") == fleet.count("1")
+        if at is None:
+            break
+    assert len(seen) > 30
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_what_an_event_handler_raises(error, make):
     """An interrupt in it undoes the step for all streams; an error of its own is counted for the stream of the event."""
@@ -837,8 +872,11 @@ def test_a_method_that_looks_at_values_is_refused(make):
             return come.Step(logits)
 
     fleet = come.Fleet(TinyClassifier(NORMS["layer"]).to(DEVICE).double(), Looks(lr=0.1), streams=2)
-    with pytest.raises(come.ConfigError, match="looks cannot run for many streams at once"):
-        fleet(stream(1, size=4)[0], list("0101"))
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:  # which is being handled, and is not the cause
+        with pytest.raises(come.ConfigError, match="looks cannot run for many streams at once"):
+            fleet(stream(1, size=4)[0], list("0101"))
 
 
 def test_a_model_that_has_tokens_first_is_refused():

@@ -45,8 +45,7 @@ def test_bad_samples_are_flagged_and_the_others_answered(method, value, build):
     assert step.logits.isfinite().all()
     assert step.loss is None or step.loss.isfinite().all()
     assert step.used is None or not step.used[~step.valid].any()
-    own = {k: v for k, v in adapter.state_dict().items() if not k.startswith(("state.search.", "guard."))}
-    assert all(v.isfinite().all() or "entropy" in k or "average" in k for k, v in own.items())
+    assert all(v.isfinite().all() for k, v in adapter.state_dict().items() if not k.startswith("guard."))
     for x in batches(LAG):
         adapter(x)
     assert adapter.health()["invalid_samples"] == 2

@@ -10,6 +10,7 @@ import torch
 
 import come
 from come.method import Context
+from come.methods.t3a import EMPTY
 from come.select import norm_affine
 
 LN_K = math.log(1000)
@@ -154,7 +155,7 @@ def test_sar(case, recorder):
         return step
 
     def each(_):
-        averages.append(method.state["average"].clone())
+        averages.append(torch.where(method.state["averaged"], method.state["average"], torch.nan))
         recoveries.append(method.state["recoveries"].clone())
 
     method.method.adapt = watched
@@ -303,11 +304,11 @@ def test_cotta(case, monkeypatch):
 def test_t3a(case):
     method = adapt(case.model(), "t3a", supports=case.hyper["filter_K"])
     counts = []
-    replay(method, case, each=lambda _: counts.append(method.state["entropy"].isfinite().sum()))
+    replay(method, case, each=lambda _: counts.append(method.state["entropy"].lt(EMPTY).sum()))
     case.close("n_supports", torch.stack(counts))
     entropy = method.state["entropy"]
-    case.close("final_labels", entropy.isfinite().nonzero()[:, 0])
-    case.close("final_support_entropy", entropy[entropy.isfinite()])
+    case.close("final_labels", entropy.lt(EMPTY).nonzero()[:, 0])
+    case.close("final_support_entropy", entropy[entropy < EMPTY])
     if "after_reset_logits" in case:
         method.reset()
         case.close("after_reset_logits", after_reset(method, case))

@@ -404,7 +404,7 @@ class CMAES:
         return {"es": es, "sampler": es.sm, "step_size": es.adapt_sigma, "scaling": es.sigma_vec}
 
     def state(self) -> dict[str, Tensor]:
-        """Every number and array that the strategy consists of."""
+        """Every number and array that the strategy consists of; what is infinite is a limit that a new one has, too."""
         np = self._numpy
         found: dict[str, Tensor] = {}
         for part, thing in self._parts().items():
@@ -412,6 +412,7 @@ class CMAES:
                 if (
                     isinstance(value, (bool, int, float, np.number, np.ndarray))
                     and np.asarray(value).dtype.kind in "bif"
+                    and np.isfinite(value).all()
                 ):
                     found[f"{part}.{name}"] = torch.from_numpy(np.array(value))
         directions = self._es.pop_injection_directions
