@@ -228,6 +228,13 @@ def test_names_of_arguments_are_checked(value, said):
         come.adapt(Table(), "tent", per_sample=value)
 
 
+def test_a_single_tensor_is_no_mask():
+    """Zeros and a very negative sample look like an additive mask, which is not judged; alone they are samples."""
+    x = torch.zeros(12, *SHAPE)
+    x[3] = -1e7
+    assert come.adapt(TinyClassifier(NORMS["batch"]), "tent").step(x).valid.tolist() == [i != 3 for i in range(12)]
+
+
 def test_a_call_without_samples_is_refused():
     x, table = given()
     with pytest.raises(come.InputError, match="per_sample"):

@@ -16,15 +16,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from come.errors import ConfigError, InputError, require, require_number, shown, unknown
 from come.inputs import UNKNOWN, answered, exact
-from come.method import Step
 from come.objectives import Objective, Opinion, Softmax
+
+if TYPE_CHECKING:
+    from come.method import Step
 
 SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
     "confidence": lambda objective, logits: objective.confidence(logits),
