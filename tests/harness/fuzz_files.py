@@ -846,7 +846,8 @@ def fuzz(target: Target, cases: int, seed: int, until: float) -> tuple[Counter[s
             found[target(case)] += 1
         except Exception as error:
             found["something else"] += 1
-            ours = [f for f in traceback.extract_tb(error.__traceback__) if "/come/" in f.filename]
+            package = str(Path(come.__file__).parent)  # a clone may be called come, too
+            ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
             place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "fuzz_files.py"
             crashes.setdefault(f"{type(error).__name__} at {place}", f"{str(error)[:100]!r} for {repr(case)[:300]}")
 

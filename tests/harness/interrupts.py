@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dis
 import gc
 import linecache
 import random
@@ -81,12 +82,18 @@ def check_locks(where: str) -> None:
 OURS = str(Path(come.__file__).parent)
 
 
-def _ends_with_block(frame: Any) -> bool:
-    """Whether a `with` block of others ends here: then its lock is about to be freed, in C, where no signal can strike."""
-    code, line = frame.f_code, frame.f_lineno
-    if code.co_filename.startswith(OURS) or not linecache.getline(code.co_filename, line).lstrip().startswith("with "):
+def _no_signal_here(frame: Any) -> bool:
+    """Whether this is a line of others that a signal cannot strike, and where Python does not undo the `with` around it.
+
+    That is the end of a `with` block, whose lock is about to be freed in C, and a `try:`, which does nothing.
+    """
+    code, line, at = frame.f_code, frame.f_lineno, frame.f_lasti
+    if code.co_filename.startswith(OURS):
         return False
-    return bool(frame.f_lasti > next(start for start, _, number in code.co_lines() if number == line))
+    if code.co_code[at] == dis.opmap["NOP"]:
+        return True
+    entered = next(start for start, _, number in code.co_lines() if number == line)
+    return bool(at > entered and linecache.getline(code.co_filename, line).lstrip().startswith("with "))
 
 
 class AtEvent:
@@ -98,7 +105,7 @@ class AtEvent:
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename == __file__:
             return None
-        if event == "line" and not _ends_with_block(frame):
+        if event == "line" and not _no_signal_here(frame):
             if not self.left:
                 self.seen.append((frame.f_code.co_filename, frame.f_lineno))
                 return self
