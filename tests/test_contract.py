@@ -18,7 +18,7 @@ DOES_NOT_APPLY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("norm", "does_what_it_declares"): ("a model without BatchNorm has nothing that it changes", NO_BATCH_NORM),
     **{
         (method, "an_export_predicts"): ("its answers are more than weights: `Method.unexported`", ALL)
-        for method in ("lame", "foa", "memo", "steady")
+        for method in ("lame", "foa", "memo")
     },
     **{
         (method, "an_unreliable_batch_moves_nothing"): (reason, ALL)

@@ -199,7 +199,10 @@ def test_a_mapping_of_arguments(tmp_path):
     [
         ("lame", "lame cannot be exported: its answers are an agreement between the samples"),
         ("memo", "memo cannot be exported: it returns to the source model after each image"),
-        ("steady", "steady cannot be exported: its prior correction .*; adapt with prior_correction=False"),
+        (
+            "steady:prior_correction=true",
+            "steady cannot be exported: its prior correction .*; adapt with prior_correction=False",
+        ),
     ],
 )
 def test_answers_that_are_more_than_weights(method, message):
@@ -208,7 +211,7 @@ def test_answers_that_are_more_than_weights(method, message):
 
 
 def test_steady_without_its_correction():
-    classifier = adapted(method="steady", prior_correction=False)
+    classifier = adapted(method="steady")
     same(classifier, classifier.export())
 
 

@@ -32,8 +32,8 @@ def run(code):
 def test_public_names():
     assert come.__all__ == [
         "Adapter", "ClosedError", "CollapseError", "ComeError", "ConfigError", "Event", "Fleet", "Guard", "InputError",
-        "Invariant", "Method", "MissingError", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError", "Step",
-        "__version__", "adapt", "callbacks", "methods", "objectives", "optim", "select", "theory",
+        "Invariant", "Method", "MissingError", "ModelError", "Objective", "Opinion", "RankError", "Softmax", "StateError",
+        "Step", "__version__", "adapt", "callbacks", "methods", "objectives", "optim", "select", "theory",
     ]  # fmt: skip
     assert all(getattr(come, name).__doc__ for name in come.__all__)
     assert come.__version__ == version("come-tta")
@@ -82,7 +82,7 @@ def test_other_names_are_no_attributes():
 # What each module may import of `come`: the arrows of docs/architecture.md. The core stands above `bench`.
 LAYERS = [
     ["errors"],
-    ["files", "hub", "locks", "meeting", "trees", "version"],
+    ["files", "hub", "locks", "meeting", "seeds", "trees", "version"],
     ["registry", "inputs", "theory", "select", "optim", "heads", "images", "augment", "metrics"],
     ["stacked"],
     ["objectives", "batchnorm", "corruptions"],

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 
 from come.errors import ModelError
 from come.inputs import Inputs

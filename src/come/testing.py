@@ -716,10 +716,11 @@ def check_invariance(
     Example:
         >>> import come
         >>> check_invariance(lambda model: come.adapt(model, "tent", objective="invariant"), norms=["layer"])
-        >>> check_invariance(lambda model: come.adapt(model, "tent", objective="come"), norms=["layer"])
-        Traceback (most recent call last):
-            ...
-        AssertionError: layer normalization: a constant of 10 on all logits changes the adapted weights by ...
+        >>> try:
+        ...     check_invariance(lambda model: come.adapt(model, "tent", objective="come"), norms=["layer"])
+        ... except AssertionError as error:
+        ...     print(str(error)[:80])
+        layer normalization: a constant of 10 on all logits changes the adapted weights
     """
     order = torch.tensor([3, 0, 4, 1, 2])
     for norm in norms:

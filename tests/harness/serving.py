@@ -15,7 +15,7 @@ from come.testing import NORMS, TinyClassifier
 def main(port, state, write_every, **more):
     torch.set_num_threads(1)
     model = TinyClassifier(NORMS["group"])
-    service = Service(model, shape=(3, 8, 8), state=state, write_every=float(write_every), lr=0.01, **more)
+    service = Service(model, "tent", shape=(3, 8, 8), state=state, write_every=float(write_every), lr=0.01, **more)
     uvicorn.run(create(service), port=int(port), log_level="warning")
 
 
