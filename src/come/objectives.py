@@ -281,7 +281,7 @@ class Invariant(Objective):
 
     .. math:: u = \min\left(\frac{H(p)}{\ln K},\ \frac12\right), \qquad
               m = \log \mathrm{softmax}\left(z_1, \ldots, z_K,\
-                  \mathrm{sg}\left(\ln \textstyle\sum_k e^{z_k} + \ln \tfrac{u}{1 - u}\right)\right)
+                  \mathrm{sg}\left(\ln \sum_k e^{z_k} + \ln \frac{u}{1 - u}\right)\right)
 
     so that :math:`b_k = (1 - u) \, p_k`. The logit of "I do not know" is a constant for the gradient, as ln K is in COME, and
     the gradient has no part along c. Two classifiers with the same probabilities get the same masses and gradients:
