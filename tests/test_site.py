@@ -60,7 +60,7 @@ def test_the_site_has_every_page_and_every_public_name(site):
 
 def test_the_first_page_has_a_picture_and_code_can_be_read_and_copied(site):
     first = (site / "index.html").read_text()
-    assert 'src="_images/stream.svg"' in first
+    assert 'src="_images/harm.svg"' in first
     assert "copybutton.js" in first
     assert "site.css" in first
 
