@@ -23,6 +23,14 @@ SHIFTS = (-10.0, -5.0, -2.0, 0.0, 2.0, 5.0, 10.0)
 RATE = 4e-3
 
 
+def accuracies(streams: list[harm.Stream], answers: list[torch.Tensor], truth: torch.Tensor) -> dict[str, float]:
+    """Accuracy in per cent over the streams of each column."""
+    right: dict[str, list[torch.Tensor]] = {}
+    for stream, answer in zip(streams, answers, strict=True):
+        right.setdefault(stream.cell, []).append((answer == truth[stream.image]).double())
+    return {cell: 100 * torch.cat(values).mean().item() for cell, values in right.items()}
+
+
 def run(args: argparse.Namespace) -> None:
     """Accuracy for every shift and objective, and the mean uncertainty on clean images."""
     device = torch.device(args.device)
@@ -43,28 +51,19 @@ def run(args: argparse.Namespace) -> None:
                 return come.Fleet(model, "tent", streams=count, **how)
 
             found = harm.answers(lambda how=how: come.adapt(model, "tent", **how), fleet, streams, bank)
-            right = {cell: [] for cell in ("standard", "lifelong")}
-            for stream, answer in zip(streams, found, strict=True):
-                right[stream.cell].append((answer == truth[stream.image]).double())
             row = {
                 "shift": shift,
                 "objective": objective,
                 "u": come.objectives.get(objective).uncertainty(logits).mean().item(),
             }
-            row |= {cell: 100 * torch.cat(values).mean().item() for cell, values in right.items()}
+            row |= accuracies(streams, found, truth)
             rows.append(row)
             print(
                 {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True
             )
     with torch.no_grad():
         model.head.bias.copy_(start)
-        right = {cell: [] for cell in ("standard", "lifelong")}
-        for stream in streams:
-            answer = torch.cat(
-                [model(bank(stream, slice(i, i + 256))).argmax(dim=1) for i in range(0, len(stream.image), 256)]
-            ).cpu()
-            right[stream.cell].append((answer == truth[stream.image]).double())
-    source = {cell: 100 * torch.cat(values).mean().item() for cell, values in right.items()}
+    source = accuracies(streams, harm.answers(lambda: come.adapt(model, "source"), None, streams, bank), truth)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(args.out) as writing:
         writing.write_text(json.dumps({"network": args.network, "lr": lr, "source": source, "rows": rows}, indent=1))

@@ -10,7 +10,6 @@ a line twice does no harm, and it leaves the list after it is undone. So an inte
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import setitem
@@ -30,7 +29,7 @@ from come.batchnorm import (
     unit_statistics,
 )
 from come.by_stream import Block
-from come.errors import ConfigError, InputError, ModelError, shown
+from come.errors import ConfigError, InputError, ModelError, shown, warn
 from come.inputs import Arguments, Inputs, Key, checked, expected_dims
 from come.running import OUT_OF_REACH, Function, Mode, Place, StandIn, StandIns, UncopiedError, fused
 from come.select import BATCH_NORMS, Selector, is_norm
@@ -262,7 +261,7 @@ class Borrowed:
                     except UncopiedError as reason:
                         self._stand_ins.give_up(str(reason))
                         kind = type(self.model).__name__
-                        warnings.warn(f"{kind} is run itself and not compiled, since {reason}", stacklevel=2)
+                        warn(f"{kind} is run itself and not compiled, since {reason}")
                 return self._call_own(given, self.mode.images(x), statistics, hooks)
         except (RuntimeError, ValueError, IndexError) as error:
             if (explained := self._explained(error, x)) is error:
