@@ -33,6 +33,7 @@ from torch.nn import functional as F
 BATCH, SIDE = 256, 32
 TRAINED_ON = {"fashion": 50_000, "cifar": 50_000}
 TESTED_ON = 4_000
+CONVOLUTIONS = ("resnet", "plain", "mobile")
 
 
 # ---- networks ----
@@ -75,6 +76,26 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.norm(self.conv(x)).relu()).mean(dim=(2, 3)))
+
+
+class Plain(nn.Module):
+    """Convolutions one after the other, as in VGG; `mobile`: each by channel, then by position."""
+
+    def __init__(self, classes: int, norm: str, width: int = 32, mobile: bool = False) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), norm2d(norm, width), nn.ReLU()]
+        for before, after, stride in ((1, 1, 1), (1, 2, 2), (2, 2, 1), (2, 4, 2), (4, 4, 1)):
+            before, after = width * before, width * after
+            if mobile:
+                deep = nn.Conv2d(before, before, 3, stride, 1, groups=before, bias=False)
+                layers += [deep, norm2d(norm, before), nn.ReLU6(), nn.Conv2d(before, after, 1, bias=False)]
+            else:
+                layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False)]
+            layers += [norm2d(norm, after), nn.ReLU()]
+        self.layers, self.head = nn.Sequential(*layers), nn.Linear(4 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(dim=(2, 3)))
 
 
 class Attention(nn.Module):
@@ -164,9 +185,8 @@ class Recipe:
         size = dict(self.size)
         if self.kind == "vit" and self.classes > 10:
             size["columns"] = SIDE // 2
-        made: nn.Module = {"resnet": ResNet, "vit": ViT, "convnext": ConvNeXt}[self.kind](
-            self.classes, self.norm, **size
-        )
+        kinds = {"resnet": ResNet, "plain": Plain, "mobile": partial(Plain, mobile=True), "vit": ViT, "convnext": ConvNeXt}
+        made: nn.Module = kinds[self.kind](self.classes, self.norm, **size)
         return made
 
 
@@ -181,6 +201,8 @@ NETWORKS = {
     "pairs-gn-smooth": Recipe(
         "cifar+cifar", "resnet", "group", "adamw", 0.1, True, epochs=10, size=WIDE, chosen_on=True
     ),
+    "cifar-bn-plain": Recipe("cifar", "plain", "batch", "sgd", epochs=10, chosen_on=True),
+    "clothes-bn-mixup": Recipe("fashion+fashion", "resnet", "batch", "adamw", 0.0, True, epochs=8, chosen_on=True),
     # reported on
     "cifar-gn-sure": Recipe("cifar", "resnet", "group", "sgd", epochs=12, augment=False, size=WIDE),
     "cifar-bn-sgd": Recipe("cifar", "resnet", "batch", "sgd", 0.1, epochs=10, size=WIDE),
@@ -191,6 +213,11 @@ NETWORKS = {
     "clothes-rms-mixup": Recipe(
         "fashion+fashion", "vit", "rms", "adamw", 0.0, True, epochs=10, size=(("width", 128), ("heads", 4))
     ),
+    "fashion-bn-mobile": Recipe("fashion", "mobile", "batch", "adamw", 0.1, epochs=8, size=(("width", 48),)),
+    "fashion-bn-deep": Recipe(
+        "fashion", "resnet", "batch", "sgd", 0.1, True, epochs=8, size=(("width", 24), ("depth", 2))
+    ),
+    "either-bn": Recipe("either", "resnet", "batch", "sgd", epochs=10, size=WIDE),
 }
 """By name. Tiny-ImageNet's ViT-S/8 (LayerNorm, 200 classes) is one more of those reported on."""
 
@@ -311,12 +338,12 @@ def train(
     x, y = combine(recipe.task, sets, 50_000, 1)
     steps = math.ceil(recipe.epochs * len(x) / BATCH) if limit is None else limit
     if recipe.optimizer == "sgd":
-        peak, decay = 0.1 if recipe.kind == "resnet" else 0.05, 5e-4
+        peak, decay = 0.1 if recipe.kind in CONVOLUTIONS else 0.05, 5e-4
         optimizer: torch.optim.Optimizer = torch.optim.SGD(
             model.parameters(), lr=peak, momentum=0.9, nesterov=True, weight_decay=decay
         )
     else:
-        peak = 2e-3 if recipe.kind == "resnet" else 1e-3
+        peak = 2e-3 if recipe.kind in CONVOLUTIONS else 1e-3
         optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.05, fused=device.type == "cuda")
     half = partial(torch.autocast, device.type, torch.bfloat16)
     for step in range(steps):
