@@ -46,6 +46,7 @@ METHODS = {
     "steady, corrected": {"method": "steady", "prior_correction": True},
     **{f"{m} + {o}": {"method": m, "objective": o} for m in ("tent", "eata", "sar") for o in OBJECTIVES},
     "zerosiam": {"method": "zerosiam", "objective": "em"},
+    "norm": {"method": "norm"},
 }
 
 
@@ -227,7 +228,7 @@ def run(name: str, model: nn.Module, images: Tensor, labels: Tensor, outliers: T
             torch.cat([model(bank(s, slice(i, i + 256))).argmax(dim=1) for i in range(0, len(s.image), 256)]).cpu()
             for s in all_streams
         ]
-    for guard in (True, False):
+    for guard in {"on": (True,), "off": (False,), "both": (True, False)}[args.guard]:
         for method in args.methods or METHODS:
             key = f"{method}{'' if guard else ', bare'}"
             if key in kept["cells"]:
@@ -364,6 +365,7 @@ def main() -> None:
         running.add_argument(name, type=Path)
     running.add_argument("--networks", nargs="*", choices=list(zoo.NETWORKS), default=list(zoo.NETWORKS))
     running.add_argument("--methods", nargs="*", choices=list(METHODS))
+    running.add_argument("--guard", choices=("both", "on", "off"), default="both")
     running.add_argument("--long", type=int, default=100, help="batches in a stream of few classes")
     running.add_argument("--device", default="cpu")
     for name in ("show", "draw"):

@@ -43,7 +43,7 @@ def test_source_is_the_model_and_norm_uses_the_batch():
         assert torch.equal(adapter(x), expected)
     with come.adapt(model, "norm", statistics="batch") as adapter:
         assert torch.equal(adapter(x), copy.deepcopy(model).apply(on_batch)(x))
-    with come.adapt(model, "norm") as adapter:
+    with come.adapt(model, "norm", statistics="mixed", guard=False) as adapter:
         assert not torch.allclose(adapter(x), expected, atol=1e-3)
     with come.adapt(model, "norm", statistics="source") as adapter:
         assert torch.equal(adapter(x), expected)
@@ -181,7 +181,7 @@ def test_come_holds_the_norm_where_em_grows_it():
     """The point of the paper in small: on one batch, again and again, EM inflates the logits, COME does not."""
     growth = {}
     for objective in ("em", "come"):
-        adapter = come.adapt(tiny(), "tent", objective=objective, lr=0.05)
+        adapter = come.adapt(tiny(), "tent", objective=objective, lr=0.05, guard=False)
         x = batches(1)[0]
         norms = [adapter(x).norm(dim=1).mean().item() for _ in range(30)]
         growth[objective] = norms[-1] / norms[0]
@@ -294,7 +294,7 @@ def test_foa_computes_the_patch_embedding_once_and_chunks_do_not_matter():
     answers, seen = [], []
     for chunk in (12, 48, 1000):
         model = TinyTransformer(NORMS["layer"])
-        adapter = come.adapt(model, "foa", source=batches(2, seed=9), prompts=2, population=8, chunk=chunk)
+        adapter = come.adapt(model, "foa", source=batches(2, seed=9), prompts=2, population=8, chunk=chunk, guard=False)
         sizes = []
         model.embedding.register_forward_hook(lambda _, inputs, out, sizes=sizes: sizes.append(len(inputs[0])))
         answers.append(adapter(batches(1)[0]))
@@ -455,9 +455,9 @@ def test_roid_never_goes_far():
 @pytest.mark.parametrize("method", ["tent", "sar", "rdumb"])
 def test_periodic_reset_is_a_reset(method):
     data = batches(6)
-    periodic = come.adapt(tiny(), method, lr=0.1, reset_every=3)
+    periodic = come.adapt(tiny(), method, lr=0.02, reset_every=3)
     logits = [periodic(x) for x in data]
-    fresh = come.adapt(tiny(), method, lr=0.1)
+    fresh = come.adapt(tiny(), method, lr=0.02)
     again = [fresh(x) for x in data[3:]]
     for a, b in zip(logits[3:], again, strict=True):
         assert torch.equal(a, b)

@@ -171,7 +171,7 @@ class Adapter:
         """Before the first batch."""
         core = self._core
         moments = {} if core.rule is None else core.rule.init(core.source)
-        watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device)
+        watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device, core.chooses)
         abstention = None if self._promise is None else Abstention.begin(self._promise, self._borrowed.device)
         return Moment(core.source, moments, None, 0, watch, abstention=abstention)
 
@@ -386,16 +386,11 @@ class Adapter:
         if watch is not None and self.guard is not None:
             assert after.values is not None
             assert after.history is not None
-            asked = False
-            if how.asking:
-                total = watch.asked + size
-                asked = total >= self.guard.samples
-                watch = changed(
-                    watch, sums=after.sums, asked=total, candidate=now.weights, asking=not asked, waiting=asked
-                )
             values = after.values if self._ranks is None else self._ranks.first(after.values)
-            signals = send(watch.steps, size, values, asked)
-            watch = changed(watch, history=after.history, steps=watch.steps + 1, pending=(*watch.pending, signals))
+            sums = after.sums if how.asking else None
+            watch = watch.stepped(
+                self.guard, send(watch.steps, size, values), after.history, sums, self._core.chooses
+            )
         selected = now.selected if after.selected is None else after.selected
         return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected, now.abstention)
 
@@ -410,7 +405,7 @@ class Adapter:
         if watch is None or self.guard is None:
             return before
         before = before._replace(history=watch.history)
-        if not (watch.asking and self.method.changes):
+        if not watch.asking:
             return before
         needed = torch.full((), self._needed(watch, size), device=self._device)
         return before._replace(sums=watch.sums, needed=needed)
@@ -430,24 +425,27 @@ class Adapter:
         watch, few = now.watch, now.selected < FEW and not self._borrowed.mode.compile
         if watch is None:
             return How(few=few)
-        asking = watch.asking and self.method.changes
-        return How(asking, self._resting(watch), watch.frozen, watch.trusted, not watch.steps, few)
+        return How(watch.asking, self._resting(watch), watch.frozen, watch.trusted, not watch.steps, few)
 
     def _read(self, now: Moment, guard: Guard) -> tuple[Moment, list[Event]]:
         """Take up old signals, and do what follows from them."""
         assert now.watch is not None
-        watch, events, collapse = now.watch.read(guard, self._core.on_batch)
-        if collapse is None or guard.policy == "warn":
-            return changed(now, watch=watch), events
-        if guard.policy == "raise" and collapse.kind == "collapse":
+        watch, events, cause = now.watch.read(guard, self._core.chooses)
+        if cause is None or (cause.kind == "collapse" and guard.policy == "warn"):
+            return changed(now, watch=self._asking(watch)), events
+        if cause.kind == "collapse" and guard.policy == "raise":
             raise CollapseError(
-                f"{self.method.name} has collapsed at step {collapse.step}: {collapse.message}; reset() it, lower lr, or use "
+                f"{self.method.name} has collapsed at step {cause.step}: {cause.message}; reset() it, lower lr, or use "
                 "objective='come' or Guard(policy='recover')"
             )
         weightless = not (self._borrowed.parameters or self._core.on_batch)
-        watch, weights, more = watch.recovered(guard, collapse, weightless)
-        first = changed(self._first(), count=now.count, watch=watch.counted(more), abstention=now.abstention)
-        return first if weights is None else changed(first, weights=weights), [*events, *more]
+        watch, more = watch.recovered(guard, cause, weightless)
+        watch = self._asking(watch.counted(more))
+        return changed(self._first(), count=now.count, watch=watch, abstention=now.abstention), [*events, *more]
+
+    def _asking(self, watch: Watch) -> Watch:
+        """With a question to the source, if one is due and can find anything."""
+        return watch.asks() if self.method.changes else watch
 
     def _resting(self, watch: Watch) -> bool:
         """Whether the source model answers."""
@@ -467,10 +465,12 @@ class Adapter:
         return first
 
     def _begun_anew(self, now: Moment) -> Moment:
-        """After a reset by the user: the threshold, too, is where it was."""
-        known = now.abstention
+        """After a reset by the user: also what the guard knows and the threshold are as at the beginning."""
+        known, watch = now.abstention, now.watch
         begun = None if known is None else Abstention.begin(known.promise, self._device)
-        return changed(self._forgotten(now), abstention=begun)
+        if watch is not None and self.guard is not None:
+            watch = watch.anew(self.guard, self._core.chooses)
+        return changed(self._first(), abstention=begun, watch=watch)
 
     @property
     def _device(self) -> torch.device:

@@ -427,8 +427,8 @@ class Fleet:
         values, arrived = (None, None) if after.values is None else to_host(after.values)
         signals = [None] * len(parts) if values is None else values.unbind(0)
 
-        def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
-            return Sent(step, batch, values, arrived, asked)
+        def send(step: int, batch: int, values: Tensor) -> Sent:
+            return Sent(step, batch, values, arrived)
 
         then = map(After, weights, moments, state, [after.out] * len(parts), history, sums, signals)
         return {

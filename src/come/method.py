@@ -431,10 +431,10 @@ class Method(ABC):
         steps: how often each batch is adapted to.
         episodic: reset before each batch.
         reset_every: reset after this many batches, again and again.
-        statistics: what BatchNorm normalizes by, in methods that use the batch's statistics. "batch": those of the batch, as
-            published. "mixed": n/(n + 16) of those of a batch of n and the rest of the source's, and the source's alone
-            when the guard finds that the batch's mislead the model. "source": the source's. None is "mixed" with a guard and
-            "batch" without.
+        statistics: what BatchNorm normalizes by, in methods that use the batch's statistics. "source": the running statistics
+            of the source. "batch": those of the batch, always, as published. "mixed": n/(n + 16) of those of a batch of n and
+            the rest of the source's; with a guard, these or the source's alone, whichever make the model surer of its answers
+            (see `come.guard.verdict`). None is "mixed" with a guard; without one it is "batch", and "source" for Steady.
 
     Example:
         >>> import come
@@ -464,6 +464,8 @@ class Method(ABC):
     """Whether its answers can differ from the source model's."""
     batch_statistics: ClassVar[bool] = True
     """Whether BatchNorm layers use the statistics of the batch."""
+    unguarded: ClassVar[StatisticsRule] = "batch"
+    """What `statistics=None` means without a guard."""
     paper_lr: ClassVar[tuple[float, float]] = (1e-3, 2.5e-4)
     """What `lr=None` means: for models without and with BatchNorm."""
     scales_lr: ClassVar[bool] = True
@@ -502,6 +504,11 @@ class Method(ABC):
         words = get_args(StatisticsRule)
         known = self.statistics is None or self.statistics in words
         require(known, "statistics", self.statistics, f"one of {', '.join(words)}, or None")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether answers are corrected by the classes of the batch, and may rightly name fewer than the model does."""
+        return False
 
     # ---- what a method writes ----
 

@@ -41,7 +41,7 @@ from come.ranks import Ranks
 if TYPE_CHECKING:
     from come.adapter import Adapter, Moment
 
-FORMAT, VERSION = "come-state", 6
+FORMAT, VERSION = "come-state", 7
 
 
 def collect(adapter: Adapter) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from come.borrowed import Borrowed
 from come.guard.config import Guard
 from come.guard.samples import judge
 from come.guard.signals import observe
-from come.guard.verdict import LIMIT, Verdict, compare, judged, misled
+from come.guard.verdict import Verdict, collapsed, compare, judged, surer
 from come.inputs import UNKNOWN, Inputs, answered
 from come.method import Context, Method, Step, Written, chosen
 from come.optim import Moments, Rule
@@ -201,38 +201,35 @@ class Transition:
             )
             values, sums = [seen], before.sums
             if how.asking and source is not None:
-                sums, logits = self._ask(how, before, ctx, x, answers, source)
+                sums, answers = self._ask(guard, how, before, ctx, x, answers, source)
                 values.append(judged(sums))
-                if guard.policy in ("recover", "freeze"):
-                    answers, usable = logits, ctx.valid & answered(logits)
+                usable = ctx.valid & answered(answers)
             logits, loss, used = self.model.fused(cleaned)(answers, usable, out.loss, out.used, ctx.ok)
             return Step(logits, loss, used, usable), sums, torch.cat(values) if len(values) > 1 else seen
 
     def _ask(
-        self, how: How, before: Before, ctx: Context, x: Inputs, answers: Tensor, source: Tensor
+        self, guard: Guard, how: How, before: Before, ctx: Context, x: Inputs, answers: Tensor, source: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What the question has found so far, and the logits to return."""
-        if how.resting:  # a method that is on trial: the source answers
-            found = compare(source, source, ctx.valid, trial=answers)
-            return found if before.sums is None else before.sums + found, source
-        same = trial = None
-        with self.model.as_it_is():
-            if self.on_batch and how.trusted:
-                same = ctx.forward(x, self.source)
-            elif self.on_batch:
-                share = self._share(ctx.valid, trusted=True)
-                trial = ctx.forward(x, statistics=None if share is None else mixed(share))
-        found = compare(answers, source, ctx.valid, same_statistics=same, trial=trial)
+        """What the question has found so far, and the logits to return: of whichever is to be trusted."""
+        same, batch = source, None
+        if self.chooses:
+            share = self._share(ctx.valid, trusted=True)
+            with self.model.as_it_is():
+                batch = ctx.forward(x, self.source, statistics=None if share is None else mixed(share))
+            same = batch if how.trusted else source
+        found = compare(answers, same, ctx.valid, batch, source, corrected=self.method.corrects)
         found = found if before.sums is None else before.sums + found
+        if how.resting:
+            return found, source
         now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
-        assert before.needed is not None
-        enough = now.samples >= before.needed
-        by_source = torch.as_tensor(misled(now, self.on_batch and how.trusted) & enough)
-        logits = torch.where(by_source, source.to(answers), answers)
-        if same is not None:
-            by_weights = torch.as_tensor((now.other < LIMIT) & enough)
-            logits = torch.where(~by_source & by_weights, same.to(answers), logits)
-        return found, logits
+        if guard.policy in ("recover", "freeze"):
+            assert before.needed is not None
+            fallen = torch.as_tensor(collapsed(now)) & (now.samples >= before.needed)
+            answers = torch.where(fallen, same.to(answers), answers)
+        if batch is not None:
+            better, other = torch.as_tensor(surer(now, how.trusted)), source if how.trusted else batch
+            answers = torch.where(better == how.trusted, answers, other.to(answers))
+        return found, answers
 
     # ---- statistics of BatchNorm ----
 
@@ -241,12 +238,17 @@ class Transition:
         """What BatchNorm normalizes by: "batch", "mixed" or "source"."""
         if not (self.method.batch_statistics and self.model.has_batch_norm):
             return "source"
-        return self.method.statistics or ("batch" if self.guard is None else "mixed")
+        return self.method.statistics or (self.method.unguarded if self.guard is None else "mixed")
 
     @property
     def on_batch(self) -> bool:
         """Whether BatchNorm may use statistics of the batch."""
         return self.rule_of_statistics != "source"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the guard chooses between mixed statistics and the source's."""
+        return self.guard is not None and self.rule_of_statistics == "mixed"
 
     def _share(self, valid: Tensor, trusted: bool) -> Tensor | float | None:
         """Of the batch's statistics: n/(n + 16) for n valid samples."""

@@ -1,8 +1,9 @@
 """What can be seen of a model's health without labels, and where it usually lies.
 
-Each batch gives five signals: the share of the most predicted class, the entropy and the uncertainty of the objective's
-mass, the norm of the logits, the distance of the weights from the source. `Bands` learns where they usually lie. A signal
-outside its band only makes suspicious; `come.guard.verdict` judges.
+Each batch gives six signals: the share of the most predicted class, the entropy and the uncertainty of the objective's mass,
+the norm of the logits, the distance of the weights from the source, and the confidence, the mean of the largest softmax
+probability. `Bands` learns where the first five usually lie. A signal outside its band, or a confidence that has changed, only
+makes suspicious; `come.guard.verdict` judges.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from come.inputs import answered, exact
 from come.objectives import Objective
 from come.trees import changed
 
-SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance")
+SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance", "confidence")
+BANDED = SIGNALS[:-1]
 LOW = {"entropy", "uncertainty"}
 """A collapse lies below the band of these, and above that of the others."""
 FIRST = 3
@@ -35,7 +37,7 @@ def observe(
     source: Tensor,
     closely: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported: (9,) float64.
+    """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported: (10,) float64.
 
     Args:
         objective: whose entropy and uncertainty.
@@ -72,7 +74,7 @@ def look(logits: Tensor, valid: Tensor, closely: bool) -> tuple[Tensor, Tensor]:
 
 
 def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
-    """The five signals of a batch, (5,) float64, on the device.
+    """The six signals of a batch, (6,) float64, on the device.
 
     Args:
         objective: whose entropy and uncertainty.
@@ -91,7 +93,8 @@ def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tenso
     means = torch.where(usable, torch.stack([entropy, doubt, size.to(entropy)]), 0).sum(dim=1) / count
     most = votes(z, usable).max() / count
     distance = torch.linalg.vector_norm(weights - source)
-    return torch.cat([most[None], means.double(), distance.double()[None]])
+    sure = torch.where(usable, z.softmax(dim=1).amax(dim=1), 0).sum() / count
+    return torch.cat([most[None], means.double(), torch.stack([distance, sure]).double()])
 
 
 def votes(logits: Tensor, usable: Tensor) -> Tensor:
@@ -109,8 +112,8 @@ class Bands:
     Example:
         >>> bands = Bands(4)
         >>> for entropy in (2.0, 2.1, 1.9, 2.0):
-        ...     bands = bands.learned((0.1, entropy, 0.5, 9.0, 0.0))
-        >>> bands.ready, bands.outside((0.1, 0.3, 0.5, 9.0, 0.0)), bands.outside((0.1, 1.9, 0.5, 9.0, 0.0))
+        ...     bands = bands.learned((0.1, entropy, 0.5, 9.0, 0.0, 0.6))
+        >>> bands.ready, bands.outside((0.1, 0.3, 0.5, 9.0, 0.0, 0.6)), bands.outside((0.1, 1.9, 0.5, 9.0, 0.0, 0.6))
         (True, {'entropy': 1.7}, {})
     """
 
@@ -132,19 +135,19 @@ class Bands:
     def limits(self) -> dict[str, float]:
         """How far each signal may go."""
         found = {}
-        for name, values in zip(SIGNALS, zip(*self.rows, strict=True), strict=True):
+        for name, values in zip(BANDED, zip(*self.rows, strict=True), strict=False):
             middle = median(values[:FIRST])
             jump = median(abs(b - a) for a, b in pairwise(values))
             width = max(2.8 * jump, 0.15 * abs(middle), 1e-6)
             found[name] = middle - width if name in LOW else middle + width
         # The distance grows by itself: twice as fast as at first is too fast.
-        found["distance"] = 2 * max(self.rows[-1][-1], 1e-6) * self.seen / self.warmup
+        found["distance"] = 2 * max(self.rows[-1][SIGNALS.index("distance")], 1e-6) * self.seen / self.warmup
         return found
 
     def outside(self, row: tuple[float, ...]) -> dict[str, float]:
         """The signals that lie beyond their limit, on the side of a collapse, and that limit."""
         return {
             name: round(limit, 12)
-            for value, (name, limit) in zip(row, self.limits().items(), strict=True)
+            for value, (name, limit) in zip(row, self.limits().items(), strict=False)
             if (value < limit if name in LOW else value > limit)
         }

@@ -18,19 +18,21 @@ from come.errors import StateError, saved_number
 from come.guard.config import Event, Guard
 from come.guard.samples import REMEMBERED, no_history
 from come.guard.signals import SIGNALS, Bands
-from come.guard.verdict import HEALTHY, LIMIT, LOSS, LOSS_BY_STATISTICS, SURE, TRIAL, WELL, Verdict, misled
+from come.guard.verdict import CLOSE, LIMIT, LOSS, NARROW, SURE, TRIAL, Verdict, collapsed, renewed, surer
 from come.trees import changed
 
 LAG = 2
 """After so many steps the signals of a step are read."""
 WINDOW = 64
 """Samples that make a row of signals."""
-CHECKS = (1, 5, 10, 20, 40, 80)
-"""Windows after the start or a recovery at which the source is asked anyway; then every 100."""
-OFTEN = 200
-"""Recoveries within so many windows of each other are one fault: the learning rate falls faster each time."""
-REGROW = 100
-"""Healthy windows after which a lowered learning rate is raised again; twice as many after each further recovery."""
+MOST_APART, CHOOSING_APART = 100, 16
+"""Windows between two questions to the source at most; where it is also about statistics."""
+STEADY = 0.5
+"""The next question comes after so many times as many windows as have passed since the beginning, at most."""
+MOVED = 0.05
+"""It comes before the answers have moved so much further, if they go on moving as they have."""
+CHANGED = 0.1
+"""By so much the confidence of the answers changes before the source is asked about statistics at once."""
 
 COUNTED = (
     *("invalid_samples", "update_refused", "unanswered", "suspicious", "healthy", "collapse", "recovered", "raised"),
@@ -45,7 +47,7 @@ class Sent(NamedTuple):
     step: int
     batch: int
     values: Tensor
-    """ok, invalid samples, unanswered samples, probabilities, the five signals, and the verdict if the source was asked."""
+    """ok, invalid samples, unanswered samples, probabilities, the six signals, and the verdict if the source was asked."""
     arrived: Any = None
     asked: bool = False
     """Whether these end a question to the source."""
@@ -53,9 +55,9 @@ class Sent(NamedTuple):
     """Whether the adapter was reset since: they are reported, and say nothing about what it is now."""
 
 
-def send(step: int, batch: int, values: Tensor, asked: bool) -> Sent:
+def send(step: int, batch: int, values: Tensor) -> Sent:
     """Start the way to the host, without waiting."""
-    return Sent(step, batch, *to_host(values), asked)
+    return Sent(step, batch, *to_host(values))
 
 
 def to_host(values: Tensor) -> tuple[Tensor, Any]:
@@ -82,57 +84,58 @@ class Watch:
     """How often each kind of event happened, over the life of the adapter; a reset does not clear it."""
     pending: tuple[Sent, ...] = ()
     latest: tuple[float, ...] = ()
-    """The five signals that were read last."""
+    """The signals that were read last."""
     row: tuple[float, ...] = (0.0,) * len(SIGNALS)
     row_size: int = 0
     row_valid: float = 0.0
-    windows: int = 0
-    """Since the start or the last recovery."""
+    age: int = 0
+    """Samples since the start, the last recovery or the last change of statistics."""
+    due: int = 0
+    """The age at which the source is asked next."""
     outside: int = 0
     """Windows outside the bands in a row."""
     asking: bool = False
-    waiting: bool = False
-    """Whether a question has been put to the source and not yet been answered."""
     asked: int = 0
+    """Samples of the current question."""
     sums: Tensor | None = None
-    """What the question in hand has found so far, on the device."""
-    candidate: Tensor | None = None
-    """(P,): the weights that the question in hand is about."""
-    healthy: Tensor | None = None
-    """(P,): the last weights that were found well."""
+    """What questions have found so far, see `come.guard.verdict`."""
+    level: float = -1.0
+    """Confidence of the answers after the source was last asked; -1: not yet known."""
     agreement: float = 1.0
     """With the source model, when it was last asked."""
     scale: float = 1.0
     """Factor on the learning rate."""
     trusted: bool = True
-    """Whether batch statistics (or the answers of a method without weights) are in use."""
+    """Whether statistics of the batch (or the answers of a method without weights) are in use."""
     frozen: bool = False
-    falls: int = 0
 
     @classmethod
-    def new(cls, guard: Guard, device: torch.device) -> Watch:
-        """Before the first batch."""
-        return cls(Bands(guard.warmup), no_history(device))
+    def new(cls, guard: Guard, device: torch.device, chooses: bool) -> Watch:
+        """Before the first batch; `chooses`: between statistics of the batch and the source's, which come first."""
+        return cls(Bands(guard.warmup), no_history(device), trusted=not chooses)
+
+    def anew(self, guard: Guard, chooses: bool) -> Watch:
+        """After a reset by the user: everything learned anew. Counters stay, and what is under way is still reported."""
+        new = Watch.new(guard, self.history.device, chooses)
+        return changed(new, steps=self.steps, counters=self.counters, pending=self._past())
 
     def forgotten(self, guard: Guard) -> Watch:
-        """After a reset: everything learned anew. Counters stay, and what is under way is still reported."""
-        past = tuple(sent._replace(past=True) for sent in self.pending)
-        new = Watch.new(guard, self.history.device)
-        return changed(new, steps=self.steps, counters=self.counters, pending=past)
+        """After a reset by the method itself: what is usual is learned anew; what is known of the stream stays."""
+        return changed(self, bands=Bands(guard.warmup), outside=0)
+
+    def _past(self) -> tuple[Sent, ...]:
+        """What is under way, as of a time before a reset."""
+        return tuple(sent._replace(past=True) for sent in self.pending)
 
     @property
     def decisions(self) -> tuple[Any, ...]:
         """What the host has decided so far."""
-        return (
-            self.asking,
-            self.waiting,
-            self.trusted,
-            self.frozen,
-            self.scale,
-            self.falls,
-            self.windows,
-            self.outside,
-        )
+        return (self.asking, self.trusted, self.frozen, self.scale, self.age, self.due, self.outside)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the answer to a question is on its way."""
+        return any(sent.asked and not sent.past for sent in self.pending)
 
     def counted(self, events: list[Event]) -> Watch:
         """With these events counted."""
@@ -144,159 +147,147 @@ class Watch:
             counters[event.kind] = counters.get(event.kind, 0) + int(many)
         return changed(self, counters=counters)
 
+    # ---- when the source is asked ----
+
+    def asks(self) -> Watch:
+        """As a step begins: with a question to the source, if it is due."""
+        if self.asking or self.frozen or self.age < self.due:
+            return self
+        return changed(self, asking=True, asked=0, sums=None if self.sums is None else renewed(self.sums))
+
+    def stepped(self, guard: Guard, sent: Sent, history: Tensor, sums: Tensor | None, chooses: bool) -> Watch:
+        """After a step whose signals are on their way; `sums` are those of the question that it was a part of, if any."""
+        watch = changed(self, history=history, steps=self.steps + 1, age=self.age + sent.batch)
+        if sums is None:
+            return changed(watch, pending=(*self.pending, sent))
+        asked = self.asked + sent.batch
+        ended = asked >= guard.samples
+        watch = changed(watch, pending=(*self.pending, sent._replace(asked=ended)), sums=sums, asked=asked)
+        return changed(watch, asking=False, due=watch._next(0.0, chooses)) if ended else watch
+
+    def _next(self, moved: float, chooses: bool) -> int:
+        """The age for the next question, if the answers have moved so much until now."""
+        age = self.age / WINDOW
+        gap = min(STEADY * age, CHOOSING_APART if chooses else MOST_APART)
+        if moved > 0:
+            gap = min(gap, age * MOVED / moved)
+        return self.age + WINDOW * int(max(1, gap))
+
     # ---- what signals say ----
 
-    def read(self, guard: Guard, statistics: bool) -> tuple[Watch, list[Event], Event | None]:
+    def read(self, guard: Guard, chooses: bool) -> tuple[Watch, list[Event], Event | None]:
         """Take up the signals that are due.
 
         Args:
             guard: the configuration.
-            statistics: whether BatchNorm may use statistics of the batch.
+            chooses: whether there is a choice between statistics of the batch and the source's.
 
         Returns:
-            the new watch, what happened, and the event of a collapse that calls for a recovery.
+            the new watch, what happened, and the event that calls for `recovered`: a collapse, or other statistics.
         """
-        watch, events, collapse = self, [], None
+        watch, events, fallen = self, [], None
         while watch.pending and watch.pending[0].step <= watch.steps - LAG:
             sent, *left = watch.pending
             if sent.arrived is not None:
                 sent.arrived.synchronize()
             ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
             events += _reports(sent, ok, invalid, unanswered, probabilities, self.counters)
-            if sent.past:
-                watch = changed(watch, pending=tuple(left))
+            watch = changed(watch, pending=tuple(left))
+            if sent.past or fallen is not None:
                 continue
             signals, valid = tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered
-            watch, seen = watch._judged(guard, sent, signals, valid, tuple(left))
+            watch, seen = watch._judged(guard, sent, signals, valid, chooses)
             events += seen
             if unanswered and not (watch.asking or watch.waiting or watch.frozen):
-                watch = watch.asking_again()
+                watch = changed(watch, due=watch.age)
             if sent.asked:
-                watch, seen, found = watch._answered(guard, sent, Verdict(*rest[len(SIGNALS) :]), statistics)
+                watch, seen, fallen = watch._answered(guard, sent, Verdict(*rest[len(SIGNALS) :]), chooses)
                 events += seen
-                collapse = collapse or found
-        return watch.counted(events), events, collapse
+        return watch.counted(events), events, fallen
 
     def _judged(
-        self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float, left: tuple[Sent, ...]
+        self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float, chooses: bool
     ) -> tuple[Watch, list[Event]]:
-        """Gather signals until they make a window, and compare it with the bands; `left` are still on their way."""
+        """Gather signals until they make a window, and compare it with what is usual."""
         if not (valid > 0 and math.isfinite(sum(signals))):
-            return changed(self, pending=left, latest=signals), []
+            return changed(self, latest=signals), []
         row = tuple([a + valid * b for a, b in zip(self.row, signals, strict=True)])
         size, total = self.row_size + sent.batch, self.row_valid + valid
         if size < WINDOW:
-            return changed(self, pending=left, latest=signals, row=row, row_size=size, row_valid=total), []
+            return changed(self, latest=signals, row=row, row_size=size, row_valid=total), []
         row = tuple(value / total for value in row)
-        empty = {"row": (0.0,) * len(SIGNALS), "row_size": 0, "row_valid": 0.0}
-        watch = changed(self, pending=left, latest=signals, windows=self.windows + 1, **empty)
+        watch = changed(self, latest=signals, row=(0.0,) * len(SIGNALS), row_size=0, row_valid=0.0)
         if watch.asking or watch.waiting or watch.frozen:
             return watch, []
-        events, due = [], watch.windows in CHECKS or watch.windows % 100 == 0
+        confidence = row[SIGNALS.index("confidence")]
+        if watch.level < 0:
+            watch = changed(watch, level=confidence)
+        elif chooses and abs(confidence - watch.level) > CHANGED:  # the evidence so far is of another stream
+            watch = changed(watch, due=watch.age, sums=None, level=-1.0)
         outside = watch.bands.outside(row) if watch.bands.ready else {}
         watch = changed(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
-        if watch.outside == guard.patience:
-            found = dict(zip(SIGNALS, row, strict=True))
-            words = ", ".join(
-                f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items()
-            )
-            message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
-            events.append(Event("suspicious", sent.step, message, {name: found[name] for name in outside}))
-            due = True
-        return (watch.asking_again() if due else watch), events
-
-    def asking_again(self) -> Watch:
-        """With a new question to the source."""
-        return changed(self, asking=True, asked=0, sums=None)
+        if watch.outside != guard.patience:
+            return watch, []
+        found = dict(zip(SIGNALS, row, strict=True))
+        words = ", ".join(
+            f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items()
+        )
+        message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
+        event = Event("suspicious", sent.step, message, {name: found[name] for name in outside})
+        return changed(watch, due=watch.age), [event]
 
     def _answered(
-        self, guard: Guard, sent: Sent, found: Verdict, statistics: bool
+        self, guard: Guard, sent: Sent, found: Verdict, chooses: bool
     ) -> tuple[Watch, list[Event], Event | None]:
         """A question has been answered."""
-        suspicious, watch = self.outside > 0, changed(self, waiting=False, outside=0)
+        suspicious, watch = self.outside > 0, changed(self, outside=0)
         if not found.samples:
             message = (
                 "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
             )
             return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
-        watch = changed(watch, agreement=found.agreement)
+        watch = changed(watch, agreement=found.agreement, level=-1.0)
         details: dict[str, float | str] = dict(found._asdict())
-        by_source = bool(misled(found, statistics and watch.trusted))
-        by_weights = statistics and watch.trusted and found.other < LIMIT
         checked = f"{found.samples:.0f} samples checked"
-        if by_source and statistics and watch.trusted and not by_weights:
-            loss = LOSS_BY_STATISTICS / max(found.confidence, SURE)
-            limit = LIMIT if found.confidence < SURE else 1 - loss
+        if chooses and bool(surer(found, watch.trusted)) != watch.trusted:
+            before = found.confidence - (found.gain if watch.trusted else 0)
+            words = "the source's statistics" if watch.trusted else "statistics of the batch"
             message = (
-                f"statistics of the batch mislead the model: agreement with the source model {found.agreement:.2f} (limit "
-                f"{limit:.2f}), {checked}; BatchNorm on the source's statistics, source weights restored"
+                f"BatchNorm on {words}, source weights restored: their confidence is {before + found.gain:.2f} with "
+                f"statistics of the batch, {before:.2f} with the source's, {checked}"
             )
-            collapse = Event("statistics", sent.step, message, details)
-            return watch, [collapse], collapse
-        if by_source or by_weights:
-            limit = LIMIT if found.agreement < LIMIT or by_weights else 1 - LOSS / max(found.confidence, SURE)
-            seen = found.agreement if by_source else found.other
-            what = "source model" if by_source else "source weights"
-            message = f"collapse: agreement with the {what} {seen:.2f} (limit {limit:.2f}), {checked}"
-            collapse = Event("collapse", sent.step, message, details)
-            return (
-                (changed(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch),
-                [collapse],
-                collapse,
-            )
+            event = Event("statistics", sent.step, message, details)
+            return watch, [event], event
+        if bool(collapsed(found)):
+            event = Event("collapse", sent.step, f"collapse: {_why(found)}, {checked}", details)
+            return changed(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch, [event], event
         if suspicious:
             watch = changed(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
+        watch = changed(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
         message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
         events = [Event("healthy", sent.step, message, details)]
-        if found.agreement >= WELL:
-            watch = changed(watch, healthy=watch.candidate)
-        watch, raised = watch._raised(guard, sent, found)
-        return watch, events + raised, None
-
-    def _raised(self, guard: Guard, sent: Sent, found: Verdict) -> tuple[Watch, list[Event]]:
-        """Give back what a recovery has taken, if the model has been healthy since."""
-        watch, events = self, []
-        tried = found._replace(agreement=found.other)
-        if not watch.trusted and found.other >= TRIAL and not misled(tried, True):
+        if not (watch.trusted or chooses) and found.agreement >= TRIAL:  # a method without weights
             watch = changed(watch, trusted=True)
-            message = (
-                f"tried on {found.samples:.0f} samples: agreement {found.other:.2f}; batch statistics (or the answers of the "
-                "method) are in use again"
-            )
-            events.append(Event("raised", sent.step, message, {"agreement": found.other}))
-        if watch.scale < 1 and found.agreement >= HEALTHY and watch.windows >= REGROW * 2 ** (watch.falls - 1):
-            scale = min(1.0, watch.scale / guard.backoff)
-            message = f"healthy for {watch.windows} windows after a recovery: learning rate x {scale:g}"
-            events.append(Event("raised", sent.step, message, {"lr_scale": scale}))
-            watch = changed(watch, scale=scale, windows=0)
-        return watch, events
+            message = f"tried on {found.samples:.0f} samples: agreement {found.agreement:.2f}; the method answers again"
+            events.append(Event("raised", sent.step, message, {"agreement": found.agreement}))
+        return watch, events, None
 
     # ---- what is done ----
 
-    def recovered(
-        self, guard: Guard, collapse: Event, weightless: bool = False
-    ) -> tuple[Watch, Tensor | None, list[Event]]:
-        """After a collapse: the new watch, the weights to go back to (None: the source's), and what is to be said."""
-        often = self.falls > 0 and self.windows <= OFTEN
-        base = changed(
-            self, windows=0, outside=0, asking=False, waiting=False, asked=0, sums=None, candidate=None, healthy=None
-        )
-        base = changed(base, pending=tuple(sent._replace(past=True) for sent in base.pending))
-        if collapse.kind == "statistics":
-            return changed(base, trusted=False), None, []
+    def recovered(self, guard: Guard, cause: Event, weightless: bool = False) -> tuple[Watch, list[Event]]:
+        """After a collapse, or with other statistics: the new watch, and what is to be said."""
+        base = changed(self, age=0, due=0, outside=0, asking=False, asked=0, level=-1.0, pending=self._past())
+        if cause.kind == "statistics":
+            return changed(base, trusted=not self.trusted), []
         if guard.policy == "freeze":
-            event = Event("frozen", collapse.step, "the source model answers from now on; reset() ends it", {})
-            return changed(base, frozen=True), None, [event]
+            event = Event("frozen", cause.step, "the source model answers from now on; reset() ends it", {})
+            return changed(base, frozen=True), [event]
         if weightless:
             message = "the source model answers until a trial finds the method well"
-            return changed(base, trusted=False), None, [Event("recovered", collapse.step, message, {})]
-        healthy = None if often else self.healthy
-        where = "the last healthy weights" if healthy is not None else "the source weights"
-        falls = self.falls + 1 if often else 1
-        scale = self.scale * guard.backoff**falls
-        message = f"{where} restored, learning rate x {scale:g}"
-        event = Event("recovered", collapse.step, message, {"to": where, "lr_scale": scale})
-        return changed(base, falls=falls, scale=scale), healthy, [event]
+            return changed(base, trusted=False), [Event("recovered", cause.step, message, {})]
+        scale = self.scale * guard.backoff
+        message = f"source weights restored, learning rate x {scale:g} until reset()"
+        return changed(base, scale=scale), [Event("recovered", cause.step, message, {"lr_scale": scale})]
 
     # ---- what it says ----
 
@@ -322,7 +313,8 @@ class Watch:
         kept["row"] = torch.tensor(self.row, dtype=torch.float64)
         kept["latest"] = torch.tensor(self.latest, dtype=torch.float64)
         kept["history"] = self.history
-        kept |= {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
+        if self.sums is not None:
+            kept["sums"] = self.sums
         for i, sent in enumerate(self.settled().pending):
             head = torch.tensor([sent.step, sent.batch, sent.asked, sent.past], dtype=torch.float64)
             kept[f"pending.{i}"] = torch.cat([head, sent.values])
@@ -332,14 +324,11 @@ class Watch:
     def of(cls, saved: Mapping[str, Tensor], guard: Guard, weights: Tensor) -> Watch:
         """From `tensors()`; raises `StateError` if something is missing or does not fit."""
         needed = {*_NUMBERS, "counters", "rows", "seen", "row", "latest", "history"}
-        known = needed | set(_TENSORS)
+        known = needed | {"sums"}
         if missing := (needed - set(saved)) | {
             name for name in saved.keys() - known if not name.startswith("pending.")
         }:
             raise StateError(f"the guard's part of the state is damaged at {', '.join(sorted(missing))}")
-        for name in ("candidate", "healthy"):
-            if name in saved and (saved[name].shape != weights.shape or not saved[name].isfinite().all()):
-                raise StateError(f"guard.{name} must be {tuple(weights.shape)} finite numbers; the state is damaged")
         rows, history, width = saved["rows"], saved["history"], len(SIGNALS)
         known_history = history[~history.isnan()]  # NaN: no batch yet
         sound = {
@@ -373,7 +362,7 @@ class Watch:
             pending=tuple(pending),
             latest=tuple(saved["latest"].tolist()),
             row=tuple(saved["row"].tolist()),
-            **{name: saved[name].to(weights.device).clone() for name in _TENSORS if name in saved},  # type: ignore[arg-type]
+            sums=saved["sums"].to(weights.device).clone() if "sums" in saved else None,
             **numbers,
         )
 
@@ -386,19 +375,18 @@ class Watch:
 
     def to(self, device: torch.device) -> Watch:
         """With all tensors on that device."""
-        moved = {name: value.to(device) for name in _TENSORS if (value := getattr(self, name)) is not None}
-        return changed(self, history=self.history.to(device), **moved)
+        sums = None if self.sums is None else self.sums.to(device)
+        return changed(self, history=self.history.to(device), sums=sums)
 
 
 _MANY = {"invalid_samples", "unanswered"}
 """Events that count samples."""
-_TENSORS = ("sums", "candidate", "healthy")
 MOST = 2.0**53
 """More than anything is counted to, and a float64 up to here is exact."""
 _NUMBERS = {
-    **dict.fromkeys(("steps", "windows", "outside", "asked"), (0, MOST)),
-    **dict.fromkeys(("asking", "waiting", "trusted", "frozen", "scale"), (0, 1)),
-    **{"row_size": (0, WINDOW - 1), "row_valid": (0, WINDOW), "agreement": (0, 1 + 1e-6), "falls": (0, 1e6)},
+    **dict.fromkeys(("steps", "age", "due", "outside", "asked"), (0, MOST)),
+    **dict.fromkeys(("asking", "trusted", "frozen", "scale"), (0, 1)),
+    **{"row_size": (0, WINDOW - 1), "row_valid": (0, WINDOW), "agreement": (0, 1 + 1e-6), "level": (-1, 1 + 1e-6)},
 }
 """Where they may lie."""
 _NAMES = {
@@ -408,6 +396,18 @@ _NAMES = {
     "norm": "norm of the logits",
     "distance": "distance from the source weights",
 }
+
+
+def _why(found: Verdict) -> str:
+    """Which limit was crossed, for an operator."""
+    if found.agreement < LIMIT:
+        return f"agreement with the source model {found.agreement:.2f} (limit {LIMIT:.2f})"
+    if found.agreement < CLOSE and found.spread < NARROW:
+        return (
+            f"agreement with the source model {found.agreement:.2f} (limit {CLOSE:.2f}), and {found.spread:.2f} times as many "
+            f"classes are named (limit {NARROW:.2f})"
+        )
+    return f"agreement with the source model {found.agreement:.2f} (limit {1 - LOSS / max(found.confidence, SURE):.2f})"
 
 
 def _in_range(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:

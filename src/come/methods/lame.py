@@ -68,6 +68,11 @@ class LAME(Method):
     tolerance: float = 1e-8
     head: str | nn.Module | None = None
 
+    @property
+    def corrects(self) -> bool:
+        """Always: that is all it does."""
+        return True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         words = get_args(Affinity)

@@ -84,6 +84,11 @@ class ROID(Method):
         if self.consistency:
             self.normalization.check(x.image("roid's consistency"), "roid's consistency", first)
 
+    @property
+    def corrects(self) -> bool:
+        """With `prior_correction`."""
+        return self.prior_correction
+
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """An average that prefers no class."""
         classes = ctx.classes(x)

@@ -47,7 +47,6 @@ import torch
 from torch import Tensor
 
 from come import objectives
-from come.batchnorm import StatisticsRule
 from come.errors import ModelError, require, require_int
 from come.inputs import Inputs, exact
 from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
@@ -90,9 +89,9 @@ class Steady(Method):
 
     name = "steady"
     by_stream = ("diversity", "pull", "memory")
-    paper_lr = (1e-4, 1e-4)
+    paper_lr = (1e-4, 2.5e-5)
+    unguarded = "source"
     objective: converted[str | Objective, Objective] = converted(objectives.get, "invariant")
-    statistics: StatisticsRule | None = "source"
     diversity: float = 2.0
     pull: float = 0.02
     memory: float = 0.9
@@ -105,6 +104,11 @@ class Steady(Method):
         require(0 <= self.pull <= 1, "pull", self.pull, "in [0, 1]")
         require(0 <= self.memory < 1, "memory", self.memory, "in [0, 1)")
         require_int("rounds", self.rounds, 1)
+
+    @property
+    def corrects(self) -> bool:
+        """With `prior_correction`."""
+        return self.prior_correction
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """Nothing seen yet: sums over samples of class masses, probabilities and votes; agreeing pairs, and pairs."""
