@@ -4,6 +4,7 @@
     python benchmarks/harm.py run zoo.npz weights results/harm --device cuda     # one process for each network fills a GPU
     python benchmarks/harm.py show results/harm
     python benchmarks/harm.py draw results/harm results
+    python benchmarks/harm.py cases zoo.npz weights        # streams by name: alarms, a change of stream, rates too high
     python benchmarks/harm.py cost --device cuda                                 # a step of steady relative to one of Tent
 
 Networks (`training/zoo.py`) x streams (`streams`) x methods (`METHODS`), as `come.adapt` gives them and bare. A cell is the
@@ -298,11 +299,11 @@ def draw(folder: Path, out: Path) -> None:
     networks = read(folder)
     shown = [
         name
-        for name in ("steady", "tent + em", "tent + come", "eata + come", "sar + come", "zerosiam")
+        for name in ("steady", "tent + come", "eata + come", "norm, bare", "tent + em, bare", "eata + em, bare")
         if name in networks[0]["cells"]
     ]
     columns = list(networks[0]["cells"][shown[0]])
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(15, 10), sharex=True, sharey=True, layout="constrained")
     for axis, method in zip(axes.flat, shown, strict=False):
         values = [
             [kept["cells"].get(method, {}).get(cell, {}).get("gain", math.nan) for cell in columns] for kept in networks
@@ -310,10 +311,15 @@ def draw(folder: Path, out: Path) -> None:
         picture = axis.imshow(values, cmap="RdBu", vmin=-20, vmax=20, aspect="auto")
         flat = [v for row in values for v in row if v == v]
         below = 100 * sum(v < -1 for v in flat) / len(flat)
-        axis.set_title(f"{method}: mean {sum(flat) / len(flat):+.1f}, {below:.0f}% of cells below -1", fontsize=11)
+        words = f"{method.removesuffix(', bare')}, as published" if "bare" in method else f"{method}, with the guard"
+        axis.set_title(
+            f"{'come.adapt(model)' if method == 'steady' else words}\n"
+            f"mean {sum(flat) / len(flat):+.1f}, {below:.0f}% of cells below -1",
+            fontsize=11,
+        )
         for y, row in enumerate(values):
             for x, value in enumerate(row):
-                if abs(value) >= 0.5:
+                if round(value):
                     colour = "white" if abs(value) > 11 else "black"
                     axis.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=6.5, color=colour)
         axis.set_xticks(range(len(columns)), columns, rotation=60, ha="right", fontsize=8)
@@ -324,31 +330,159 @@ def draw(folder: Path, out: Path) -> None:
     plt.close(figure)
 
 
-def cost(device: torch.device, tiny: bool) -> None:
-    """Seconds of a step of steady relative to one of Tent on the same model, guard on, taken in turn."""
+# ---- by name ----
+
+
+MANY = ("gaussian_noise", "motion_blur", "snow", "fog", "brightness", "contrast", "pixelate", "jpeg_compression")
+CALLS = {
+    "default": {"method": "steady"},
+    "tent": {"method": "tent", "objective": "em"},
+    "norm, bare": {"method": "norm", "guard": False},
+    "tent, bare": {"method": "tent", "objective": "em", "guard": False},
+}
+
+
+NAMED = ("fashion-bn", "fashion-bn-mixup", "cifar-bn-sgd")
+RATES = ("fashion-gn", "pairs-gn-smooth", "cifar-gn-sure", "fashion-ln", "cifar-rms", "fashion-bn")
+
+
+def right(model: nn.Module, x: Tensor, y: Tensor, **how: Any) -> tuple[Tensor, list[Any], dict[str, float]]:
+    """Which of the samples a call answers rightly, in batches of 64, what its guard saw, and its health at the end."""
+    events: list[Any] = []
+    guard = how.pop("guard", True) and come.Guard(on_event=events.append)
+    with come.adapt(model, **how, guard=guard) as adapter:
+        found = torch.cat([adapter(part).argmax(dim=1) for part in x.split(64)])
+        return (found == y).double(), events, adapter.health()
+
+
+def shuffled(draw: torch.Generator, count: int, of: Tensor) -> Tensor:
+    """So many of these, in random order."""
+    return of[torch.randperm(len(of), generator=draw)][:count]
+
+
+def cases(data: Path, weights: Path, device: torch.device) -> None:
+    """Streams that older guards failed on, by name."""
+    draw, everything = torch.Generator().manual_seed(1), torch.arange(IMAGES)
+    networks = {name: network(name, data, weights, device)[:3] for name in dict.fromkeys((*NAMED, *RATES))}
+    print(
+        "| network, severity 4, 1,600 samples | source | "
+        + " | ".join(CALLS)
+        + " |\n|---|"
+        + "---:|" * (len(CALLS) + 1)
+    )
+    for name in NAMED:
+        model, images, labels = networks[name]
+        mixed = shuffled(draw, 1600, everything)
+        orders = {
+            "shuffled": mixed,
+            "class-sorted": mixed[labels[mixed.to(device)].cpu().argsort(stable=True)],
+            "two classes": everything[labels[:IMAGES].cpu() < 2],
+        }
+        for domain in (None, "contrast", "gaussian_noise"):
+            for words, order in orders.items():
+                x, y = images[order.to(device)], labels[order.to(device)]
+                x = zoo.normalized(x if domain is None else corrupt(x, domain, 4, seed=5))
+                calls = ({"method": "source"}, *CALLS.values())
+                values = [f"{100 * right(model, x, y, **how)[0].mean():.1f}" for how in calls]
+                print(f"| {name}, {domain or 'clean'}, {words} | {' | '.join(values)} |", flush=True)
+
+    print(
+        "\n40 shuffled streams of 1,280 samples (8 corruptions of severity 4, 5 orders): accuracy of the source, the default,"
+    )
+    print(
+        "of the statistics of the batch; how often these are better by a point and not in use at the end; default below source:"
+    )
+    for name in NAMED:
+        model, images, labels = networks[name]
+        accuracies, given_up, harmed = [], 0, 0
+        for kind in MANY:
+            corrupted = zoo.normalized(corrupt(images[:IMAGES], kind, 4, seed=5))
+            for _ in range(5):
+                order = shuffled(draw, 1280, everything).to(device)
+                x, y = corrupted[order], labels[order]
+                (before, _, _), (mine, _, health), (batch, _, _) = (
+                    right(model, x, y, **how) for how in ({"method": "source"}, CALLS["default"], CALLS["norm, bare"])
+                )
+                accuracies.append(100 * torch.stack([before.mean(), mine.mean(), batch.mean()]))
+                given_up += int(batch.mean() > before.mean() + 0.01 and not health["batch_statistics"])
+                harmed += int(mine.mean() < before.mean() - 0.01)
+        words = " / ".join(f"{v:.1f}" for v in torch.stack(accuracies).mean(dim=0).tolist())
+        print(f"  {name}: {words}; {given_up} of 40; {harmed} of 40", flush=True)
+
+    print(
+        "\n20 shuffled batches with noise, then 20 class-sorted ones: accuracy by quarter, source/default, and when the"
+    )
+    print("statistics changed:")
+    for name in NAMED:
+        model, images, labels = networks[name]
+        first, second = (shuffled(draw, 1280, everything) for _ in range(2))
+        second = second[labels[second.to(device)].cpu().argsort(stable=True)]
+        order = torch.cat([first, second]).to(device)
+        x, y = zoo.normalized(corrupt(images[order], "gaussian_noise", 5, seed=5)), labels[order]
+        before, (after, events, _) = right(model, x, y, method="source")[0], right(model, x, y, method="steady")
+        quarters = zip(before.split(640), after.split(640), strict=True)
+        words = ", ".join(f"{100 * a.mean():.1f}/{100 * b.mean():.1f}" for a, b in quarters)
+        print(f"  {name}: {words}; at steps {[e.step for e in events if e.kind == 'statistics']}", flush=True)
+
+    print(
+        "\nRates that are too high, 60 shuffled clean batches: batches until it is found, accuracy of the source, the default"
+    )
+    print("guard over all of them, and over the last 20 (of the source, without a guard):")
+    for name in RATES:
+        model, images, labels = networks[name]
+        order = torch.cat([shuffled(draw, 1920, everything) for _ in range(2)]).to(device)
+        x, y = zoo.normalized(images[order]), labels[order]
+        before = 100 * right(model, x, y, method="source")[0]
+        for method, rate in (("tent", 0.1), ("tent", 1.0), ("steady", 0.03)):
+            how = {"method": method, "lr": rate, **({"objective": "em"} if method == "tent" else {})}
+            (after, events, _), bare = right(model, x, y, **how), right(model, x, y, **how, guard=False)[0]
+            falls = [event.step + 1 for event in events if event.kind == "collapse"]
+            asked = sum(event.kind in ("healthy", "collapse", "statistics") for event in events)
+            print(
+                f"  {name}, {method} lr {rate:g}: found after {falls[:4] or 'never'} of 60 ({asked} questions); source "
+                f"{before.mean():.1f}, guarded {100 * after.mean():.1f}, at the end {100 * after[-1280:].mean():.1f} (source "
+                f"{before[-1280:].mean():.1f}, bare {100 * bare[-1280:].mean():.1f})",
+                flush=True,
+            )
+
+
+def cost(device: torch.device, models: list[str], compiled: bool, tiny: bool) -> None:
+    """Seconds of Steady relative to Tent on the same model, taken in turn: without questions, and over the first 100 steps."""
     import torchvision
 
     size, batch = (64, 4) if tiny else (224, 64)
-    for name in ("resnet18",) if tiny else ("resnet50", "vit_b_16"):
+    mode: dict[str, Any] = {"precision": "bf16", "compile": True} if compiled else {}
+    for name in models:
         model = torchvision.models.get_model(name, weights=None).to(device).eval()
         x = torch.randn(batch, 3, size, size, device=device)
-        for mode in ({}, {"precision": "bf16", "compile": True})[: 1 if tiny else 2]:
-            both = {m: come.adapt(model, m, **mode) for m in ("tent", "steady")}
-            seconds: dict[str, list[float]] = {m: [] for m in both}
-            for repeat in range(4 if tiny else 30):
-                for method, adapter in both.items():
-                    _wait(device)
-                    started = time.perf_counter()
-                    adapter(x)
-                    _wait(device)
-                    if repeat >= (2 if tiny else 10):
-                        seconds[method].append(time.perf_counter() - started)
-            middle = {m: sorted(values)[len(values) // 2] for m, values in seconds.items()}
-            words = "bf16, compiled" if mode else "float32"
-            print(
-                f"{name}, {words}: steady / tent {middle['steady'] / middle['tent']:.3f} (batches of {batch})",
-                flush=True,
-            )
+        calls = {
+            "tent, no guard": come.adapt(model, "tent", guard=False, **mode),
+            "tent": come.adapt(model, "tent", **mode),
+            "steady": come.adapt(model, "steady", **mode),
+        }
+        seconds: dict[str, list[float]] = {call: [] for call in calls}
+        for adapter in calls.values():  # compiles, with and without a question
+            for _ in range(10 if mode else 3):
+                adapter(x)
+            adapter.reset()
+        for _ in range(8 if tiny else 100):
+            for call, adapter in calls.items():
+                _wait(device)
+                started = time.perf_counter()
+                adapter(x)
+                _wait(device)
+                seconds[call].append(time.perf_counter() - started)
+        middle = {call: sorted(values)[len(values) // 2] for call, values in seconds.items()}
+        total = {call: sum(values) for call, values in seconds.items()}
+        words = "bf16, compiled" if mode else "float32"
+        print(
+            f"{name}, {words}: {1e3 * middle['tent, no guard']:.1f} ms; median step, first 100 steps of "
+            + "; ".join(
+                f"{a} / {b} {middle[a] / middle[b]:.3f}, {total[a] / total[b]:.3f}"
+                for a, b in (("steady", "tent"), ("steady", "tent, no guard"), ("tent", "tent, no guard"))
+            ),
+            flush=True,
+        )
 
 
 def _wait(device: torch.device) -> None:
@@ -373,17 +507,25 @@ def main() -> None:
         command.add_argument("folder", type=Path)
         if name == "draw":
             command.add_argument("out", type=Path)
+    naming = commands.add_parser("cases")
+    for name in ("data", "weights"):
+        naming.add_argument(name, type=Path)
+    naming.add_argument("--device", default="cpu")
     costing = commands.add_parser("cost")
     costing.add_argument("--device", default="cpu")
+    costing.add_argument("--models", nargs="*", default=["resnet50", "vit_b_16"], help="of torchvision")
+    costing.add_argument("--compiled", action="store_true", help="bf16 and compiled, in place of float32")
     costing.add_argument("--tiny", action="store_true", help="a small model, for a trial")
     args = parser.parse_args()
     if args.command == "cost":
-        return cost(torch.device(args.device), args.tiny)
+        return cost(torch.device(args.device), args.models, args.compiled, args.tiny)
     if args.command == "show":
         return show(args.folder)
     if args.command == "draw":
         return draw(args.folder, args.out)
     logging.getLogger("come").setLevel(logging.ERROR)  # what guards see is part of the result
+    if args.command == "cases":
+        return cases(args.data, args.weights, torch.device(args.device))
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.networks:
         loaded = network(name, args.data, args.weights, torch.device(args.device))

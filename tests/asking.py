@@ -5,4 +5,4 @@ from dataclasses import replace
 
 def ask_the_source(adapter):
     now = adapter._now
-    adapter._now = replace(now, watch=now.watch.asking_again())
+    adapter._now = replace(now, watch=replace(now.watch, due=0))

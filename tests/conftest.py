@@ -55,6 +55,7 @@ class Build:
         "cotta": {"views": 3, "confident": 0.6},
         "foa": {"prompts": 2, "population": 4, "chunk": 24},
         "memo": {"views": 3},
+        "norm": {"statistics": "batch"},  # the guard leaves a random network on the source's statistics
         "rotta": {"capacity": 8, "every": 10},
         "t3a": {"supports": 3},
         "tea": {"dreams": 2, "buffer": 20},

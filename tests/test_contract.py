@@ -67,6 +67,18 @@ def test_method(method, objective, norm, check, build):
         assert run(build, method, objective, [norm], check) == {}
 
 
+@pytest.mark.parametrize("method", [name for name in come.methods.names() if come.methods.get(name).batch_statistics])
+def test_with_statistics_of_the_batch(method, build):
+    """The guard leaves the random networks above on the source's."""
+    left_out = {check for one, check in (*DOES_NOT_APPLY, *EXCEPTIONS) if one == method}
+    checks = [check for check in testing.METHOD_CHECKS if check not in left_out]
+
+    def make(model):
+        return build(model, method, statistics="batch")
+
+    assert testing.check_method(make, norms=["batch"], checks=checks, model=build.model(method)) == {}
+
+
 @pytest.mark.parametrize(("method", "check"), list(DOES_NOT_APPLY))
 def test_what_does_not_apply(method, check, build):
     _, norms = DOES_NOT_APPLY[method, check]

@@ -61,7 +61,7 @@ CASES = [("layer", None), ("group", None), *(("batch", rule) for rule in ("sourc
 
 @pytest.mark.parametrize(("kind", "rule"), CASES)
 def test_a_module(kind, rule):
-    classifier = adapted(kind, statistics=rule)
+    classifier = adapted(kind, statistics=rule, guard=False)
     alone = classifier.export()
     assert not torch.allclose(alone(stream(4)), classifier.model.eval()(stream(4)), atol=1e-3)
     same(classifier, alone)
@@ -76,7 +76,7 @@ def test_a_module(kind, rule):
 @WARNS
 def test_a_program_of_torch_export(tmp_path):
     """Of a model with all three kinds of norm layers."""
-    classifier = adapted("all", statistics="mixed")
+    classifier = adapted("all", statistics="mixed", guard=False)
     classifier.export(tmp_path / "model.pt2", stream(2))
     same(classifier, torch.export.load(tmp_path / "model.pt2").module())
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
@@ -86,7 +86,7 @@ def test_a_program_of_torch_export(tmp_path):
 def test_onnx(tmp_path):
     import onnxruntime
 
-    classifier = adapted("all", statistics="mixed")
+    classifier = adapted("all", statistics="mixed", guard=False)
     classifier.export(tmp_path / "model.onnx", stream(2))
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -112,15 +112,15 @@ def test_it_knows_nothing_of_the_adapter():
     assert model[0].weight.data_ptr() != alone[0].weight.data_ptr()
 
 
-@pytest.mark.parametrize("decision", [{"frozen": True}, {"trusted": False}])
+@pytest.mark.parametrize("decision", [{"frozen": True}, {"trusted": False}, {"trusted": True}])
 def test_what_the_guard_has_decided(decision):
-    """That the source model answers, or that it does not trust the statistics of batches."""
+    """That the source model answers, or whether it trusts the statistics of batches."""
     classifier = adapted()
     now = classifier._now
     classifier._now = changed(now, watch=changed(now.watch, **decision))
     alone = classifier.export()
     same(classifier, alone)
-    assert not any(isinstance(module, OnBatch) for module in alone.modules())
+    assert any(isinstance(module, OnBatch) for module in alone.modules()) == decision.get("trusted", False)
     assert torch.equal(alone(stream(4)), classifier.model.eval()(stream(4))) == ("frozen" in decision)
 
 
@@ -140,7 +140,7 @@ def test_layers_without_weights_or_running_statistics(rule):
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.BatchNorm2d(8, track_running_stats=False), nn.Flatten(),
         nn.Linear(128, 4), nn.BatchNorm1d(4, track_running_stats=False),
     )  # fmt: skip
-    classifier = come.adapt(model, "tent", lr=0.1, statistics=rule)
+    classifier = come.adapt(model, "tent", lr=0.1, statistics=rule, guard=False)
     classifier(stream(16))
     alone = classifier.export()
     same(classifier, alone, sizes=(2, 7))

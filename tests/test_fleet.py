@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import blobs
 import pytest
 import torch
 from torch import nn
@@ -95,10 +96,35 @@ def test_a_stream_is_an_adapter_of_its_own(method, norm, objective, guard, make)
     for name, adapter in adapters.items():
         for key, value in adapter.adapted_parameters.items():
             torch.testing.assert_close(fleet.adapted_parameters(name)[key], value, rtol=0, atol=1e-8)
-        assert fleet.health(name) == pytest.approx(adapter.health(), abs=1e-6, nan_ok=True)
+        assert fleet.health(name) == pytest.approx(adapter.health(), rel=1e-9, abs=1e-6, nan_ok=True)
         assert fleet.count(name) == adapter.count
         for key, value in adapter.state.items():
             torch.testing.assert_close(fleet.state(name)[key], value, rtol=0, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("method", ["norm", "tent", "eata:beta=0", "steady"])
+def test_each_stream_has_the_statistics_that_suit_it(method):
+    """One is shifted, one holds one class at a time, one is both in turn; in one batch, as adapters of their own."""
+    model = blobs.trained().to(DEVICE, torch.float64)
+    streams = {
+        "shifted": blobs.shuffled(12, seed=5, shifted=True)[0],
+        "ordered": blobs.ordered(12, seed=5)[0],
+        "turns": (*blobs.shuffled(6, seed=7, shifted=True)[0], *blobs.ordered(6, seed=8)[0]),
+    }
+    fleet = come.Fleet(model, method, streams=list(streams))
+    adapters = {name: come.adapt(model, method) for name in streams}
+    used = {name: [] for name in streams}
+    for parts in zip(*streams.values(), strict=True):
+        x = torch.cat(parts).to(DEVICE, torch.float64)
+        ids = [name for name, part in zip(streams, parts, strict=True) for _ in part]
+        assert_same(fleet, adapters, [x], [ids], atol=1e-7)
+        for name in streams:
+            health = fleet.health(name)
+            assert health == pytest.approx(adapters[name].health(), rel=1e-9, abs=1e-6, nan_ok=True)
+            used[name].append(health["batch_statistics"])
+    assert used["shifted"] == [0.0] * 2 + [1.0] * 10
+    assert used["ordered"] == [0.0] * 12
+    assert (used["turns"][5], used["turns"][-1]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("norm", ["layer", "group", "batch"])

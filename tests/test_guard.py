@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from dataclasses import replace
 
+import blobs
 import pytest
 import torch
 from torch import nn
@@ -13,8 +16,8 @@ import come
 from come import Guard
 from come.guard.samples import _median_by_rank, judge, no_history
 from come.guard.signals import SIGNALS, Bands, measure
-from come.guard.verdict import Verdict, compare, judged, misled
-from come.guard.watch import CHECKS, COUNTED, LAG, Watch
+from come.guard.verdict import Verdict, collapsed, compare, judged, renewed, surer
+from come.guard.watch import COUNTED, LAG, WINDOW, Watch, send
 from come.inputs import Inputs
 from come.testing import NORMS, TinyClassifier, batches
 
@@ -117,7 +120,11 @@ def test_without_a_guard_the_bare_method_is_there():
 @pytest.mark.parametrize("method", METHODS)
 def test_a_healthy_stream_gives_the_same_numbers_with_and_without(method, norm, build):
     model = build.model(method)
-    guarded, bare = (build(model(NORMS[norm]), method, statistics="batch", guard=guard) for guard in (True, False))
+    more = {"memo": {"lr": 1e-3}}.get(method, {})  # with more it is rightly stopped on BatchNorm after one batch
+    on = Guard(policy="warn") if method == "foa" else True  # its prompts are random: it is stopped at the first
+    guarded, bare = (
+        build(model(NORMS[norm]), method, statistics="batch", guard=guard, **more) for guard in (on, False)
+    )
     for x in batches(4):
         assert torch.equal(guarded(x), bare(x))
     for name, p in guarded.adapted_parameters.items():
@@ -260,7 +267,7 @@ def test_the_source_is_asked_now_and_then():
     adapter = come.adapt(Plain(), "tent", lr=1e-4, guard=Guard(on_event=asked.append))
     for x in torch.cat(stream(2 * 48)).split(64):
         adapter(x)
-    assert [event.step for event in asked if event.kind == "healthy"] == [n - 1 + LAG for n in CHECKS if n <= 40]
+    assert [event.step for event in asked if event.kind == "healthy"] == [0, 2, 4, 7, 12, 19, 30]
     assert all(event.details["samples"] == 64 for event in asked)
 
 
@@ -272,7 +279,7 @@ def test_what_all_samples_share_reaches_the_source_too():
     adapter = come.adapt(Masked(), "tent", lr=1e-4, per_sample=["x"])
     for x in torch.cat(stream(44)).split(128):
         adapter(x, torch.ones(50))
-    assert adapter.health()["healthy"] == 2
+    assert adapter.health()["healthy"] == 3  # of the questions at steps 0, 2, 5 and 9 the last is still under way
 
 
 def test_methods_that_cannot_change_are_not_compared_with_themselves():
@@ -303,20 +310,328 @@ def test_a_method_without_weights_rests_while_its_answers_are_wrong():
         source = [Plain()(x) for x in data]
     answers = [adapter(x) for x in data[:60]]
     right = [torch.equal(a, b) for a, b in zip(answers, source[:60], strict=True)]
-    assert not any(right[:2])
-    assert all(right[5:])
-    assert adapter.health()["recovered"] == 1
+    assert right == [True, *[False] * (LAG - 1), *[True] * (60 - LAG)], "the source was asked, then it answers"
+    assert adapter.health()["recovered"] == adapter.health()["collapse"] == 1, "a trial that fails is not another fall"
     Shouts.loud = False  # on trial it is found well, and answers again
     answers = [adapter(x) for x in data[60:]]
     assert torch.equal(answers[-1], 2 * source[-1])
     assert adapter.health()["raised"] == 1
 
 
+# ---- when the source is asked ----
+
+
+def fed(watch, guard, windows, *, agreement=1.0, confidence=0.6, chooses=False):
+    """A watch that has read signals of so many healthy batches of 64, and at which of these steps the source was asked."""
+    asked = []
+    for _ in range(windows):
+        watch, _, cause = watch.read(guard, chooses)
+        assert cause is None
+        watch = watch.asks()
+        values, sums = [1.0, 0.0, 0.0, 0.0, *row(confidence=confidence)], None
+        if watch.asking:
+            asked.append(watch.steps)
+            values += Verdict(agreement, 0.8, 1.0, 64.0, 0.0, 0.0)
+            sums = torch.zeros(15, dtype=torch.float64)
+        sent = send(watch.steps, 64, torch.tensor(values, dtype=torch.float64))
+        watch = watch.stepped(guard, sent, watch.history, sums, chooses)
+    return watch, asked
+
+
+def fresh(guard, chooses=False):
+    return Watch.new(guard, torch.device("cpu"), chooses)
+
+
+@pytest.mark.parametrize(("chooses", "most"), [(False, 100), (True, 16)])
+def test_the_older_a_healthy_stream_is_the_less_often_the_source_is_asked(chooses, most):
+    """Half as many windows later as have passed, at least one and at most so many."""
+    guard = Guard()
+    _, asked = fed(fresh(guard, chooses), guard, 1000, chooses=chooses)
+    expected, age = [0], 1
+    while (then := age + int(max(1, min(age / 2, most)))) < 1000:
+        expected.append(then)
+        age = then + 1
+    assert asked == expected
+    assert asked[:8] == [0, 2, 4, 7, 12, 19, 30, 46]
+    assert asked[-1] - asked[-2] == most + 1
+
+
+def test_the_faster_answers_move_the_sooner_the_source_is_asked_again():
+    """So that they have not moved by another 5 points before, if they go on as they have."""
+    guard = Guard()
+    counts = [len(fed(fresh(guard), guard, 400, agreement=agreement)[1]) for agreement in (1.0, 0.8, 0.7, 0.5)]
+    assert counts[0] < counts[1] < counts[2] < counts[3]
+    watch = replace(fresh(guard), age=40 * WINDOW)
+    for moved, gap in ((0.0, 20), (0.05, 20), (0.2, 10), (0.4, 5), (1.0, 2), (50.0, 1)):
+        assert watch._next(moved, False) == (40 + gap) * WINDOW, moved
+
+
+def test_a_question_takes_as_many_batches_as_it_needs_samples():
+    asked = []
+    adapter = come.adapt(Plain(), "tent", lr=1e-4, guard=Guard(on_event=asked.append))
+    for x in torch.cat(stream(16)).split(16):
+        adapter(x)
+    healthy = [event for event in asked if event.kind == "healthy"]
+    assert [event.step for event in healthy] == [3, 11, 19, 31][: len(healthy)]
+    assert len(healthy) >= 3
+    assert all(event.details["samples"] == 64 for event in healthy)
+
+
+@pytest.mark.parametrize("confidence", [0.45, 0.75])
+def test_a_change_of_confidence_asks_at_once_where_there_is_a_choice(confidence):
+    guard = Guard()
+    for chooses in (True, False):
+        watch, _ = fed(fresh(guard, chooses), guard, 25, chooses=chooses)
+        due = watch.due
+        assert due > watch.age + LAG * WINDOW
+        watch, asked = fed(watch, guard, LAG + 1, confidence=confidence, chooses=chooses)
+        assert asked == ([25 + LAG] if chooses else [])
+    watch, _ = fed(fresh(guard, True), guard, 25, chooses=True)
+    assert fed(watch, guard, LAG + 1, confidence=0.65, chooses=True)[1] == [], "it has hardly changed"
+
+
+def test_what_was_found_of_another_stream_is_forgotten():
+    guard = Guard()
+    watch, _ = fed(fresh(guard, True), guard, 25, chooses=True)
+    assert watch.sums is not None
+    watch, _ = fed(watch, guard, LAG, confidence=0.9, chooses=True)
+    changed, _, _ = watch.read(guard, True)
+    assert changed.sums is None
+    assert changed.due == changed.age
+
+
+# ---- a rate that harms ----
+
+
+def labelled(count, seed=0):
+    """Vectors that `Plain` classifies well, and their kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(KINDS, (count, 64), generator=generator)
+    return 4 * torch.eye(KINDS)[kinds] + torch.randn(count, 64, KINDS, generator=generator), kinds
+
+
+def right(answers, kinds):
+    return (torch.stack(answers).argmax(dim=-1) == kinds[: len(answers)]).double().mean(dim=1)
+
+
+@pytest.mark.parametrize("lr", [100.0, 1000.0])
+def test_a_harmful_rate_is_found_within_a_few_batches_and_the_source_is_as_good_afterwards(lr):
+    x, kinds = labelled(60)
+    with torch.no_grad():
+        source = right([Plain()(batch) for batch in x], kinds)
+    bare = come.adapt(Plain(), "tent", objective="come", lr=lr, guard=False)
+    assert source.mean() > 0.95
+    assert right([bare(batch) for batch in x], kinds)[10:].mean() < source[10:].mean() - 0.3, "it harms"
+    events = []
+    adapter = come.adapt(Plain(), "tent", objective="come", lr=lr, guard=Guard(on_event=events.append))
+    mine = right([adapter(batch) for batch in x], kinds)
+    falls = [event.step for event in events if event.kind == "collapse"]
+    assert falls[0] <= 4
+    assert falls[-1] <= 16, "it does not fall again"
+    assert mine[20:].mean() > source[20:].mean() - 0.01
+    scale = adapter.health()["lr_scale"]
+    assert scale <= 1e-3, "the sooner it fell, the lower"
+    assert adapter.health()["raised"] == 0
+    for batch in labelled(60, seed=1)[0]:
+        adapter(batch)
+    assert adapter.health()["lr_scale"] == scale, "it never grows again"
+    adapter.reset()
+    assert adapter.health()["lr_scale"] == 1.0
+
+
+def test_a_recovery_restores_the_weights_of_the_source():
+    x, _ = labelled(12)
+    adapter = come.adapt(Plain(), "tent", objective="come", lr=1000.0)
+    for batch in x:
+        adapter(batch)
+        if adapter.health()["recovered"]:
+            break
+    assert adapter.health()["recovered"] == 1
+    twin = come.adapt(Plain(), "tent", objective="come", lr=1000.0 * adapter.health()["lr_scale"], guard=False)
+    twin(batch)
+    for name, p in adapter.adapted_parameters.items():
+        torch.testing.assert_close(p, twin.adapted_parameters[name])
+
+
+# ---- BatchNorm: which statistics are used ----
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return blobs.trained()
+
+
+def accuracy(answers, kinds):
+    return float((torch.cat(answers).argmax(dim=1) == torch.cat(kinds)).double().mean())
+
+
+def watched(model, method, parts, **more):
+    """What an adapter answers, whether it uses statistics of the batch after each, and the events but healthy ones."""
+    events = []
+    adapter = come.adapt(model, method, guard=Guard(on_event=events.append), **more)
+    answers, used = [], []
+    for x in parts:
+        answers.append(adapter(x))
+        used.append(adapter.health()["batch_statistics"])
+    return adapter, answers, used, [event for event in events if event.kind != "healthy"]
+
+
+@pytest.mark.parametrize("method", ["norm", "tent"])
+@pytest.mark.parametrize("several", [1, 2])
+def test_batches_of_few_classes_keep_the_statistics_of_the_source(method, several, trained):
+    kinds = torch.randint(several, (64 * 12,), generator=torch.Generator().manual_seed(3)).add(4)
+    parts, kinds = blobs.points(kinds, 4).split(64), kinds.split(64)
+    source, misled = [trained(x) for x in parts], come.adapt(trained, "norm", statistics="mixed", guard=False)
+    assert accuracy([misled(x) for x in parts], kinds) < accuracy(source, kinds) - 0.1
+    adapter, answers, used, events = watched(trained, method, parts)
+    assert used == [0.0] * 12
+    assert adapter.health()["statistics"] == 0
+    assert not events
+    if method == "norm":
+        assert all(torch.equal(a, b) for a, b in zip(answers, source, strict=True))
+    else:
+        assert accuracy(answers, kinds) >= accuracy(source, kinds) - 0.01
+
+
+def test_a_clean_shuffled_stream_keeps_them_too(trained):
+    parts, _ = blobs.shuffled(12)
+    _, answers, used, events = watched(trained, "norm", parts)
+    assert (used, events) == ([0.0] * 12, [])
+    assert all(torch.equal(answer, trained(x)) for answer, x in zip(answers, parts, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["recover", "freeze", "raise", "warn"])
+def test_a_shift_is_answered_with_statistics_of_the_batch_from_the_first_batch_on(policy, trained):
+    """Only batches whose question is still under way are answered as before."""
+    parts, kinds = blobs.shuffled(12, seed=5, shifted=True)
+    events = []
+    adapter = come.adapt(trained, "norm", guard=Guard(policy=policy, on_event=events.append))
+    bare = come.adapt(trained, "norm", statistics="mixed", guard=False)
+    with torch.no_grad():
+        source = [trained(x) for x in parts]
+    answers, mixed = [adapter(x) for x in parts], [bare(x) for x in parts]
+    assert accuracy(mixed, kinds) > accuracy(source, kinds) + 0.01
+    late = range(1, LAG)
+    for i, answer in enumerate(answers):
+        torch.testing.assert_close(answer, source[i] if i in late else mixed[i], msg=f"batch {i}")
+    (event,) = [event for event in events if event.kind != "healthy"]
+    assert (event.kind, event.step) == ("statistics", 0)
+    assert event.message.startswith("BatchNorm on statistics of the batch, source weights restored")
+    health = adapter.health()
+    assert (health["batch_statistics"], health["statistics"], health["collapse"]) == (1.0, 1.0, 0.0)
+    assert health["lr_scale"] == 1.0, "nothing was wrong with the rate"
+
+
+def test_a_stream_that_turns_class_sorted_goes_back_to_the_source(trained):
+    mixed, _ = blobs.shuffled(24, seed=100, shifted=True)
+    ordered, kinds = blobs.ordered(16, seed=200, shifted=True)
+    _, answers, used, events = watched(trained, "tent", (*mixed, *ordered))
+    assert [event.kind for event in events if event.kind != "suspicious"] == ["statistics"] * 2
+    first, second = [event for event in events if event.kind == "statistics"]
+    assert first.step == 0
+    assert 24 <= second.step <= 24 + LAG, "the confidence changed, and the source was asked at once"
+    assert second.message.startswith("BatchNorm on the source's statistics, source weights restored")
+    assert first.details["advantage"] > 0 > second.details["advantage"]
+    assert used == [0.0] * LAG + [1.0] * (24 + LAG) + [0.0] * (16 - 2 * LAG)
+    known, bare = [trained(x) for x in ordered], come.adapt(trained, "tent", guard=False)
+    assert accuracy([bare(x) for x in ordered], kinds) < accuracy(known, kinds) - 0.2
+    late = slice(2 * LAG, None)
+    assert accuracy(answers[24:][late], kinds[late]) > accuracy(known[late], kinds[late]) - 0.01
+
+
+def test_the_weights_of_the_source_are_restored_when_statistics_change(trained):
+    parts = (*blobs.shuffled(24, seed=100, shifted=True)[0], *blobs.ordered(8, seed=200, shifted=True)[0])
+    adapter, changes = come.adapt(trained, "tent", lr=1e-2), 0
+    for x in parts:
+        before, moved = adapter.health()["statistics"], adapter.adapted_parameters
+        adapter(x)
+        if adapter.health()["statistics"] == before:
+            continue
+        changes += 1
+        rule = "mixed" if adapter.health()["batch_statistics"] else "source"
+        anew = come.adapt(trained, "tent", lr=1e-2, statistics=rule, guard=False)
+        anew(x)
+        for name, p in adapter.adapted_parameters.items():
+            torch.testing.assert_close(p, anew.adapted_parameters[name], msg=name)
+            assert not torch.equal(moved[name], adapter.source_parameters[name])
+    assert changes == 2
+
+
+def test_a_constant_added_to_all_logits_changes_no_choice(trained):
+    raised = copy.deepcopy(trained)
+    with torch.no_grad():
+        raised[-1].bias += 40.0
+    parts = (*blobs.shuffled(24, seed=100, shifted=True)[0], *blobs.ordered(8, seed=200, shifted=True)[0])
+    (_, one, used, _), (_, two, others, _) = (watched(model, "norm", parts) for model in (trained, raised))
+    assert used == others
+    assert {0.0, 1.0} == set(used)
+    assert all(torch.equal(a.argmax(dim=1), b.argmax(dim=1)) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("order", ["shuffled", "ordered"])
+@pytest.mark.parametrize("method", ["norm", "tent"])
+def test_statistics_that_were_asked_for_are_left_alone(method, order, trained):
+    """Weights that have hardly moved are not to blame for what statistics do."""
+    for shifted in (False, True):
+        parts, _ = getattr(blobs, order)(12, seed=5, shifted=shifted)
+        for statistics in ("batch", "source"):
+            bare = come.adapt(trained, method, statistics=statistics, guard=False)
+            adapter, answers, used, events = watched(trained, method, parts, statistics=statistics)
+            assert not [event for event in events if event.kind != "suspicious"], (shifted, statistics)
+            assert all(torch.equal(answer, bare(x)) for answer, x in zip(answers, parts, strict=True))
+            assert used == [1.0] * 12, "there is nothing to doubt"
+            assert adapter.health()["healthy"] >= 3
+
+
+@pytest.mark.parametrize("more", [{"reset_every": 3}, {"episodic": True}], ids=["reset_every", "episodic"])
+def test_a_reset_of_the_methods_own_forgets_only_what_is_usual(more, trained):
+    parts, _ = blobs.shuffled(20, seed=5, shifted=True)
+    adapter, _, used, events = watched(trained, "tent", parts, **more)
+    assert used == [0.0] * LAG + [1.0] * (20 - LAG)
+    assert [event.kind for event in events] == ["statistics"]
+    watch = adapter._now.watch
+    assert watch.age == (20 - LAG) * 64, "it goes on as old as it is"
+    assert watch.bands.seen < 3 + LAG
+    adapter.reset()
+    assert adapter.health()["batch_statistics"] == 0.0
+    assert adapter._now.watch.age == adapter._now.watch.due == 0
+    adapter(parts[0])
+    assert adapter.health()["statistics"] == 1, "counters stay"
+
+
+def test_a_lowered_rate_outlasts_a_reset_of_the_methods_own():
+    x, _ = labelled(30)
+    adapter = come.adapt(Plain(), "tent", objective="come", lr=1000.0, reset_every=5)
+    for batch in x:
+        adapter(batch)
+    assert adapter.health()["recovered"] >= 1
+    assert adapter.health()["lr_scale"] <= 1e-3
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_stream_whose_statistics_change_resumes_at_any_batch(size, trained):
+    """In the middle of a question too, and while its answer is under way."""
+    parts = (*blobs.shuffled(24, seed=100, shifted=True)[0], *blobs.ordered(8, seed=200, shifted=True)[0])
+    parts = torch.cat(parts).split(size)
+    whole, states, answers = come.adapt(trained, "tent"), [], []
+    for x in parts:
+        states.append(whole.state_dict())
+        answers.append(whole(x))
+    assert whole.health()["statistics"] == 2
+    for start in (1, 2, 3, *range(4, len(parts), 3 if size == 64 else 13)):
+        other = come.adapt(trained, "tent")
+        other.load_state_dict(states[start])
+        for x, expected in zip(parts[start:], answers[start:], strict=True):
+            assert torch.equal(other(x), expected)
+        assert other.health() == whole.health()
+
+
 # ---- signals and bands ----
 
 
 def row(**known):
-    return tuple({"share": 0.1, "entropy": 2.0, "uncertainty": 0.5, "norm": 9.0, "distance": 0.1, **known}.values())
+    usual = dict(zip(SIGNALS, (0.1, 2.0, 0.5, 9.0, 0.1, 0.6), strict=True))
+    return tuple((usual | known).values())
 
 
 def learned(rows):
@@ -337,6 +652,7 @@ def test_signals_of_a_batch():
     assert found["uncertainty"] == pytest.approx(float((1 - p.amax(dim=1)).mean()), abs=1e-6)
     assert found["norm"] == pytest.approx(10 / 3)
     assert found["distance"] == pytest.approx(6)
+    assert found["confidence"] == pytest.approx(float(p.amax(dim=1).mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +663,7 @@ def test_signals_of_a_batch():
         ({"share": 0.9, "norm": 30.0}, ["share", "norm"]),
         ({"uncertainty": 0.01}, ["uncertainty"]),
         ({"distance": 5.0}, ["distance"]),
+        ({"confidence": 1.0}, []),  # that it changes is looked for beside the bands
         ({}, []),
     ],
 )
@@ -381,8 +698,9 @@ def one_hot(labels, size=4.0, kinds=4):
     return size * torch.eye(kinds)[labels]
 
 
-def found(mine, source, **more):
-    return Verdict(*judged(compare(mine, source, torch.ones(len(mine), dtype=torch.bool), **more)).tolist())
+def found(mine, source, *statistics, **more):
+    usable = torch.ones(len(mine), dtype=torch.bool)
+    return Verdict(*judged(compare(mine, source, usable, *statistics, **more)).tolist())
 
 
 def test_a_verdict_by_hand():
@@ -393,14 +711,14 @@ def test_a_verdict_by_hand():
     assert verdict.confidence == pytest.approx(float(q[0, 0]), rel=1e-6)
     three = -(2 * 0.25 * math.log(0.25) + 0.5 * math.log(0.5))  # two classes once, one twice, of four
     assert verdict.spread == pytest.approx(math.exp(three - math.log(4)), rel=1e-6)
-    assert verdict.other == verdict.agreement
     assert verdict.samples == 4
+    assert (verdict.gain, verdict.advantage) == (0, -1), "there was no choice of statistics"
 
 
 def test_who_agrees_is_healthy_and_who_collapsed_is_not():
     source = one_hot(torch.arange(64) % 16, kinds=16)
-    assert not misled(found(source, source), False)
-    assert misled(found(one_hot(torch.zeros(64, dtype=torch.long), kinds=16), source), False)
+    assert not collapsed(found(source, source))
+    assert collapsed(found(one_hot(torch.zeros(64, dtype=torch.long), kinds=16), source))
 
 
 def test_to_contradict_an_unsure_source_costs_little():
@@ -412,29 +730,135 @@ def test_to_contradict_an_unsure_source_costs_little():
 
 
 @pytest.mark.parametrize(
-    ("agreement", "confidence", "spread", "statistics", "expected"),
+    ("agreement", "confidence", "spread", "samples", "expected"),
     [
-        (0.5, 0.6, 1.0, False, False),
-        (0.4, 0.6, 1.0, False, True),
-        (0.4, 0.6, 5.0, False, True),
-        (0.4, 0.6, 1.0, True, True),
-        (0.4, 0.6, 5.0, True, False),  # an unsure source is no judge of a model that sees more
-        (0.4, 0.7, 5.0, True, True),
-        (0.92, 0.95, 1.0, False, False),
-        (0.85, 0.95, 1.0, False, True),  # a sure source is held to more
-        (0.92, 0.95, 1.0, True, True),
-        (0.98, 0.95, 1.0, True, False),
+        (0.5, 0.6, 1.0, 64, False),
+        (0.49, 0.6, 1.0, 64, True),
+        (0.49, 0.6, 5.0, 64, True),
+        (0.94, 0.6, 0.84, 64, True),  # it gives up classes
+        (0.94, 0.6, 0.86, 64, False),
+        (0.96, 0.6, 0.5, 64, False),  # who does not contradict names what there is
+        (0.94, 0.6, 0.84, 31, False),  # too few to see classes
+        (0.94, 0.6, 0.84, 32, True),
+        (0.88, 0.86, 1.0, 64, True),  # a sure source is held to more
+        (0.88, 0.84, 1.0, 64, False),
+        (0.92, 0.95, 1.0, 64, False),
+        (0.88, 0.86, 5.0, 8, True),
     ],
 )
-def test_the_limits(agreement, confidence, spread, statistics, expected):
-    assert misled(Verdict(agreement, confidence, spread, 1.0, 64.0), statistics) == expected
+def test_the_limits(agreement, confidence, spread, samples, expected):
+    verdict = Verdict(agreement, confidence, spread, float(samples), 0.0, 0.0)
+    assert collapsed(verdict) == expected
+    on_device = Verdict(*torch.tensor(verdict, dtype=torch.float64))
+    assert bool(collapsed(on_device)) == expected
 
 
-def test_the_weights_are_judged_under_the_same_statistics():
-    source, same = one_hot(torch.zeros(8, dtype=torch.long), size=0.5), one_hot(torch.arange(8) % 4)
-    verdict = found(same, source, same_statistics=same)
-    assert verdict.other == pytest.approx(1)
-    assert verdict.agreement < 1
+def test_who_corrects_by_the_classes_of_the_batch_may_name_fewer():
+    """LAME, and the prior correction of ROID and Steady: that is what they are for."""
+    source = one_hot(torch.arange(64) % 4, size=0.2)
+    mine = source.roll(16, dims=0)
+    mine[32:, 0] += 4.0
+    assert found(mine, source).spread < 0.85 < 0.99 < found(mine, source, corrected=True).spread
+    assert found(mine, source, corrected=True).agreement == found(mine, source).agreement < 0.95
+    assert collapsed(found(mine, source))
+    assert not collapsed(found(mine, source, corrected=True))
+    for method, more, corrects in (
+        ("lame", {}, True),
+        ("roid", {"prior_correction": True}, True),
+        ("roid", {"prior_correction": False}, False),
+        ("steady", {"prior_correction": True}, True),
+        ("steady", {"prior_correction": False}, False),
+        ("tent", {}, False),
+    ):
+        assert come.methods.make(method, **more).corrects is corrects, (method, more)
+
+
+# ---- which statistics make the source's weights surer ----
+
+
+def test_an_advantage_by_hand():
+    """64 samples of 4 classes, each as often: nothing to pay, and nothing is credited."""
+    labels = torch.arange(64) % 4
+    batch, source = one_hot(labels, size=3.0), one_hot(labels, size=1.0)
+    sure, unsure = (float(z.softmax(dim=1)[0].max()) for z in (batch, source))
+    verdict = found(source, source, batch, source)
+    assert verdict.gain == pytest.approx(sure - unsure, rel=1e-6)
+    assert verdict.advantage == pytest.approx((sure - unsure) * 64 / (64 + 64), rel=1e-6)
+
+
+def test_the_fewer_classes_come_the_more_has_to_be_gained():
+    labels = torch.arange(64) % 16
+    source = one_hot(labels, size=1.0, kinds=16)
+    gains, advantages = [], []
+    for several in (16, 4, 2, 1):  # classes that are named with statistics of the batch
+        verdict = found(source, source, one_hot(labels % several, size=1.5, kinds=16), source)
+        gains.append(verdict.gain)
+        advantages.append(verdict.advantage)
+    assert gains == pytest.approx([gains[0]] * 4)
+    assert advantages == sorted(advantages, reverse=True)
+    assert advantages[0] > 0 > advantages[2]
+    alike = 64 * 31 / (64 * 63)  # two classes, each of half of the samples
+    assert advantages[2] == pytest.approx((gains[0] - (alike - 1 / 8)) / 2, rel=1e-6)
+
+
+def test_it_counts_that_a_model_no_longer_answers_one_class_for_all():
+    labels = torch.arange(64) % 16
+    one, each = one_hot(labels * 0, size=2.0, kinds=16), one_hot(labels, size=2.0, kinds=16)
+    verdict = found(one, one, each, one)
+    assert verdict.gain == pytest.approx(0)
+    assert verdict.advantage == pytest.approx(0.1 * (1 - 64 * 3 / (64 * 63)) / 2, rel=1e-6)
+
+
+def test_statistics_change_only_beyond_a_margin_on_either_side():
+    """So that they do not go back and forth where both are as good."""
+    for advantage, from_source, from_batch in (
+        (0.02, True, True),
+        (0.005, False, True),
+        (-0.005, False, True),
+        (-0.02, False, False),
+    ):
+        verdict = Verdict(1.0, 0.9, 1.0, 64.0, 0.0, advantage)
+        assert (surer(verdict, False), surer(verdict, True)) == (from_source, from_batch), advantage
+
+
+def test_the_choice_does_not_depend_on_a_constant_added_to_the_logits():
+    """Nor on how large the logits are otherwise: it is the softmax that is compared."""
+    generator = torch.Generator().manual_seed(0)
+    batch, source, mine = (size * torch.randn(64, 10, generator=generator) for size in (3.0, 2.0, 3.0))
+    verdict = found(mine, source, batch, source)
+    for constant in (-50.0, 7.0, 50.0):
+        other = found(mine + constant, source + constant, batch + constant, source - constant)
+        assert other == pytest.approx(verdict, abs=1e-5)
+    assert abs(verdict.advantage) > 0.01
+
+
+def test_the_next_question_keeps_a_part_of_what_was_found_about_statistics_and_nothing_about_weights():
+    usable, labels = torch.ones(64, dtype=torch.bool), torch.arange(64) % 4
+    source, wrong = one_hot(labels), one_hot((labels + 1) % 4)
+    bad = compare(wrong, source, usable, source, one_hot(labels, size=2.0))
+    good = compare(source, source, usable, source, one_hot(labels, size=3.0))
+    first, alone, then = (Verdict(*judged(sums).tolist()) for sums in (bad, good, renewed(bad) + good))
+    assert collapsed(first)
+    assert then.agreement == alone.agreement == pytest.approx(1)
+    assert then.samples == alone.samples == 64
+    assert then.spread == alone.spread
+    assert alone.gain < then.gain < first.gain
+    assert first.advantage > alone.advantage > 0
+    assert then.advantage > alone.advantage, "more samples were seen, and more was gained on these"
+    again = Verdict(*judged(renewed(good) + good).tolist())
+    assert again.gain == pytest.approx(alone.gain)
+    assert alone.advantage < again.advantage < 2 * alone.advantage
+
+
+def test_what_one_of_the_statistics_cannot_answer_tells_nothing_about_them():
+    source = one_hot(torch.arange(64) % 4, size=1.0)
+    batch = one_hot(torch.arange(64) % 4, size=3.0)
+    holes = batch.clone()
+    holes[:32] = math.nan
+    half = found(source, source, holes, source)
+    assert half.samples == 64
+    assert half.gain == pytest.approx(found(source, source, batch, source).gain)
+    assert half.advantage == pytest.approx(half.gain * 32 / (32 + 64), rel=1e-6)
 
 
 def test_comparisons_add_up_and_leave_out_what_is_not_usable():
@@ -446,7 +870,7 @@ def test_comparisons_add_up_and_leave_out_what_is_not_usable():
     keep = [i for i in range(10) if i not in (3, 7)]
     whole = compare(mine[keep], source[keep], torch.ones(8, dtype=torch.bool))
     torch.testing.assert_close(judged(parts), judged(whole))
-    assert judged(parts)[-1] == 8
+    assert Verdict(*judged(parts)).samples == 8
 
 
 # ---- what it says ----
@@ -473,7 +897,8 @@ def test_a_collapse_is_told_with_its_limit_and_what_was_done():
     words = {event.kind: event.message for event in reversed(events)}
     assert words["collapse"].startswith("collapse: agreement with the source model 0.")
     assert "(limit 0." in words["collapse"]
-    assert words["recovered"].endswith("restored, learning rate x 0.5")
+    assert words["recovered"].startswith("source weights restored, learning rate x 0.00")
+    assert words["recovered"].endswith(" until reset()")
     assert set(words) <= set(COUNTED)
 
 

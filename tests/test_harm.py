@@ -54,6 +54,17 @@ def test_the_matrix_sees_harm(harm):
     assert max(found.values()) < -20
 
 
+@pytest.mark.slow
+def test_the_default_call_gains_where_statistics_of_the_batch_do(harm):
+    assert gains(harm, "fashion-bn", 40, ("standard",))["standard"] > 10
+
+
+def test_a_short_shifted_stream(harm):
+    """What runs always: three batches under each corruption, where statistics of the batch gain 25 points."""
+    assert gains(harm, "fashion-bn", 12, ("standard",))["standard"] > 10
+    assert gains(harm, "fashion-bn", 12, ("standard",), guard=False)["standard"] < 3
+
+
 def test_a_short_stream_of_one_class(harm):
     """What runs always: one class on a BatchNorm network, where statistics of the batch lose 60 points."""
     assert gains(harm, "fashion-bn", 4, ("one class",))["one class"] > -1

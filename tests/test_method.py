@@ -415,8 +415,9 @@ def test_batch_of_one_without_batch_statistics(sizes, statistics):
     x = torch.randn(sizes)
     torch.testing.assert_close(come.adapt(model, "tent", lr=0.1, statistics=statistics)(x), model.eval()(x).detach())
     bare = nn.Sequential(type(layer)(3, track_running_stats=False), nn.Flatten(), nn.Linear(3, 4))
-    with pytest.raises(come.InputError, match="one value per channel and has no running statistics"):
-        come.adapt(bare, "tent", statistics=statistics)(x)
+    for guard in (False, True):
+        with pytest.raises(come.InputError, match="one value per channel and has no running statistics"):
+            come.adapt(bare, "tent", statistics=statistics, guard=guard)(x)
 
 
 def test_statistics_of_the_batch_are_mixed_with_the_source_under_a_guard():
@@ -426,16 +427,20 @@ def test_statistics_of_the_batch_are_mixed_with_the_source_under_a_guard():
         return come.adapt(tiny("batch"), "tent", **how)(x)
 
     assert torch.equal(answer(), answer(statistics="mixed"))
+    assert torch.equal(answer(), answer(statistics="source")), "the guard has not yet found them better"
+    assert not torch.equal(answer(), answer(statistics="mixed", guard=False))
     assert torch.equal(answer(guard=False), answer(guard=False, statistics="batch"))
     torch.testing.assert_close(answer(statistics="source"), tiny("batch").eval()(x).detach())
     layer, first = nn.BatchNorm2d(3), x.mean(dim=(0, 2, 3))
-    adapter = come.adapt(nn.Sequential(layer, nn.Flatten(), nn.Linear(192, 2)), "norm")
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(192, 2))
     seen = []
     layer.register_forward_hook(lambda _, inputs, out: seen.append(out.mean(dim=(0, 2, 3))))
-    adapter(x)
     share = 4 / (4 + 16)
     scale = 1 / (1 - share + share * x.var(dim=(0, 2, 3), correction=0) + layer.eps).sqrt()
-    torch.testing.assert_close(seen[0], (1 - share) * first * scale)
+    for guard, where in ((False, 0), (True, -1)):  # with a guard: what the source is asked under last
+        seen.clear()
+        come.adapt(model, "norm", statistics="mixed", guard=guard)(x)
+        torch.testing.assert_close(seen[where], (1 - share) * first * scale)
 
 
 @pytest.mark.parametrize(
@@ -604,7 +609,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
     come.adapt(TinyClassifier(NORMS["layer"], seed=1), "tent", lr=0.1).save(tmp_path / "other")
     good = bytearray((tmp_path / "good").read_bytes())
     (tmp_path / "cut").write_bytes(good[:100])
-    (tmp_path / "version").write_bytes(good.replace(b'"version":"6"', b'"version":"5"'))
+    (tmp_path / "version").write_bytes(good.replace(b'"version":"7"', b'"version":"6"'))
     good[-1] ^= 1
     (tmp_path / "flipped").write_bytes(good)
     (tmp_path / "junk").write_bytes(b"not a state")
@@ -614,7 +619,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
         "other": "another source model than this TinyClassifier",
         "cut": "cannot read",
         "flipped": "checksum mismatch",
-        "version": "has version '5' of the format, this come reads 6",
+        "version": "has version '6' of the format, this come reads 7",
         "junk": "cannot read",
         "nowhere": "cannot read",
         "foreign": "must have format 'come-state', got None",

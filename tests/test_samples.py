@@ -142,7 +142,8 @@ def test_the_copy_in_the_place_of_a_bad_sample_is_no_neighbour(affinity, bad):
     model = TinyClassifier(NORMS["layer"])
     adapter = come.adapt(model, "lame", affinity=affinity, k=4)
     for logits in (adapter.predict(x), adapter(x)):
-        torch.testing.assert_close(logits[: 12 - bad], adapter.predict(x[: 12 - bad]))
+        # LAME's 100 iterations round sums of 12 and of 5 samples in another order.
+        torch.testing.assert_close(logits[: 12 - bad], adapter.predict(x[: 12 - bad]), rtol=1e-5, atol=2e-5)
 
 
 def test_predict_checks_the_batch_as_a_step_does():

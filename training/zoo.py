@@ -185,7 +185,13 @@ class Recipe:
         size = dict(self.size)
         if self.kind == "vit" and self.classes > 10:
             size["columns"] = SIDE // 2
-        kinds = {"resnet": ResNet, "plain": Plain, "mobile": partial(Plain, mobile=True), "vit": ViT, "convnext": ConvNeXt}
+        kinds = {
+            "resnet": ResNet,
+            "plain": Plain,
+            "mobile": partial(Plain, mobile=True),
+            "vit": ViT,
+            "convnext": ConvNeXt,
+        }
         made: nn.Module = kinds[self.kind](self.classes, self.norm, **size)
         return made
 

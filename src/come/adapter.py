@@ -388,9 +388,7 @@ class Adapter:
             assert after.history is not None
             values = after.values if self._ranks is None else self._ranks.first(after.values)
             sums = after.sums if how.asking else None
-            watch = watch.stepped(
-                self.guard, send(watch.steps, size, values), after.history, sums, self._core.chooses
-            )
+            watch = watch.stepped(self.guard, send(watch.steps, size, values), after.history, sums, self._core.chooses)
         selected = now.selected if after.selected is None else after.selected
         return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected, now.abstention)
 
@@ -516,7 +514,7 @@ class Adapter:
         """Report events; returns the failures of the user's handler."""
         failed = []
         for event in events:
-            level = logging.INFO if event.kind in ("healthy", "raised") else logging.WARNING
+            level = logging.INFO if event.kind in ("healthy", "raised", "statistics") else logging.WARNING
             if self.writes:  # on several ranks once
                 words = (self.method.name, event.step, event.message)
                 log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})

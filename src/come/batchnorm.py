@@ -36,6 +36,11 @@ class Layer(NamedTuple):
     """Where a batch is divided over ranks, this rank's part of it: statistics are of all parts."""
 
 
+WITHOUT_STATISTICS = (
+    "got one value per channel and has no running statistics; use a larger batch or a BatchNorm with "
+    "track_running_stats=True"
+)
+
 StatisticsRule = Literal["batch", "mixed", "source"]
 """The rule by name: what the batch's statistics count for."""
 Estimate = Callable[[Layer, Tensor], tuple[Tensor, Tensor]]
@@ -85,10 +90,7 @@ def per_channel(value: Tensor, x: Tensor) -> Tensor:
 def source_statistics(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     """The running statistics of the source."""
     if layer.mean is None or layer.var is None:
-        raise InputError(
-            f"{layer.module} got one value per channel and has no running statistics; use a larger batch or a BatchNorm "
-            "with track_running_stats=True"
-        )
+        raise InputError(f"{layer.module} {WITHOUT_STATISTICS}")
     return per_channel(layer.mean, x), per_channel(layer.var, x)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from come.batchnorm import (
+    WITHOUT_STATISTICS,
     Layer,
     Statistics,
     StatisticsRule,
@@ -466,6 +467,8 @@ class Borrowed:
         hint = "; if this is a single image, pass x[None]" if expected == first.ndim + 1 else ""
         said = f"{type(self.model).__name__} was called with a batch of shape {shapes}{hint}"
         if isinstance(error, ValueError) and _raised_by_torch(error):  # such as a norm layer with one value per channel
+            if "value per channel" in str(error) and any(layer.mean is None for layer in self.layers()):
+                return InputError(f"a BatchNorm layer {WITHOUT_STATISTICS}; {said}")
             return InputError(f"{error}; {said}")
         if hint and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(said)

@@ -212,10 +212,10 @@ class Transition:
     ) -> tuple[Tensor, Tensor]:
         """What the question has found so far, and the logits to return: of whichever is to be trusted."""
         same, batch = source, None
-        if self.chooses:
-            share = self._share(ctx.valid, trusted=True)
+        share = self._share(ctx.valid, trusted=True)
+        if share is not None:
             with self.model.as_it_is():
-                batch = ctx.forward(x, self.source, statistics=None if share is None else mixed(share))
+                batch = ctx.forward(x, self.source, statistics=mixed(share))
             same = batch if how.trusted else source
         found = compare(answers, same, ctx.valid, batch, source, corrected=self.method.corrects)
         found = found if before.sums is None else before.sums + found
@@ -226,7 +226,7 @@ class Transition:
             assert before.needed is not None
             fallen = torch.as_tensor(collapsed(now)) & (now.samples >= before.needed)
             answers = torch.where(fallen, same.to(answers), answers)
-        if batch is not None:
+        if self.chooses and batch is not None:
             better, other = torch.as_tensor(surer(now, how.trusted)), source if how.trusted else batch
             answers = torch.where(better == how.trusted, answers, other.to(answers))
         return found, answers

@@ -34,7 +34,8 @@ def replay(case, source, **how):
     objective = come.Opinion(eps=1e-7) if "come" in case.entry["method"] else "em"
     device = "cuda" if how.get("compile") and torch.cuda.is_available() else "cpu"
     found = {key: [x.to(device) for x in value] if key == "source" else value for key, value in found.items()}
-    method = come.adapt(case.model().to(device), name, objective=objective, **found, **how)
+    guard = come.Guard(policy="warn")  # it would stop the rates that some were recorded with
+    method = come.adapt(case.model().to(device), name, objective=objective, guard=guard, **found, **how)
     logits = [method(case.batch(t).to(device)).cpu() for t in range(case.hyper["T"])]
     case.close("logits", torch.stack(logits))
     for parameter, value in method.adapted_parameters.items():

@@ -32,13 +32,14 @@ class Guard:
     A guard is configuration only: one may be given to many adapters.
 
     Args:
-        policy: what to do on a collapse. "recover": back to the last healthy weights, or to the source if these collapsed
-            too, and a lower learning rate, which grows again while the model stays healthy. "freeze": answer with the source
-            model from then on. "raise": `CollapseError`. "warn": an event only.
+        policy: what to do on a collapse. "recover": back to the source's weights, and a lower learning rate until `reset()`.
+            "freeze": answer with the source model from then on. "raise": `CollapseError`. "warn": an event only. Under each
+            of them the guard chooses BatchNorm statistics where a method leaves them to it, see `come.guard.verdict`.
         warmup: windows (batches, or 64 samples if that is more) that the bands of the signals are learned from, at least 2.
-        patience: windows outside the bands in a row before the source model is asked, at least 1.
+        patience: windows outside the bands in a row before the source model is asked ahead of time, at least 1.
         samples: how many samples the source is asked about at least, at least 1.
-        backoff: factor on the learning rate at a recovery, in (0, 1]; its square at the next one soon after, and so on.
+        backoff: largest factor on the learning rate at a recovery, in (0, 1]; n/10,000 if the model has collapsed after n
+            windows, so that the new rate lasts.
         largest_input: a sample with an entry beyond this is invalid, > 0.
         on_event: called with each `Event`, after it was logged. What it raises is logged and counted, and stops nothing.
 

@@ -22,16 +22,16 @@ Whether the adapted model names one class or many plays no part by itself: a str
 
 **Statistics.** A shift and a batch of few classes both move the mean of a batch, and both make answers under the two statistics
 disagree. What differs is how sure the answers are. Statistics of the batch that undo a shift bring features back to where the
-head expects them, and the answers become surer; statistics of a few classes move features away from there, and the answers become
-less sure. So the statistics in use are those under which the source's weights are surer, on the same samples:
+head expects them, and the answers become surer; statistics of a few classes move features away from there, and the answers
+become less sure. So the statistics in use are those under which the source's weights are surer, on the same samples:
 
 .. math:: \text{advantage} = \frac1n \sum_i \left(\max p_i^{\text{batch}} - \max p_i^{\text{source}}\right)
           - \max\left(0,\; a - \max(1/8, 1.25/K)\right) + 0.1 \max\left(0,\; a_0 - a\right)
 
 with the probability :math:`a` that two samples of a batch are answered alike under its statistics, and :math:`a_0` under the
-source's. The fewer classes come, the more has to be gained; and a model that a shift makes answer one class for all may be sure of
-that. The statistics change where the advantage, times n/(n + 64) for n samples, is above 0.01 or below -0.01. Adapted weights play
-no part in it, since minimizing an entropy makes any answer surer.
+source's. The fewer classes come, the more has to be gained; and a model that a shift makes answer one class for all may be sure
+of that. The statistics change where the advantage, times n/(n + 64) for n samples, is above 0.01 or below -0.01. Adapted weights
+play no part in it, since minimizing an entropy makes any answer surer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LIMIT, CLOSE, TRIAL = 0.5, 0.95, 0.9
 """Agreement below which a model has collapsed; below which it has if it names fewer classes, too; from which a method without
 weights may answer again."""
 NARROW, SEVERAL = 0.85, 32
-"""How many classes a model names at least, relative to the source, if it contradicts it; and on how many samples that is seen."""
+"""How many classes a model names at least, relative to the source, if it contradicts it; on how many samples that is seen."""
 SURE, LOSS = 0.85, 0.10
 """Confidence from which the source is sure, and how much of it the adapted model may lose then."""
 ALIKE, MORE = 1 / 8, 1.25

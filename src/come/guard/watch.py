@@ -18,7 +18,7 @@ from come.errors import StateError, saved_number
 from come.guard.config import Event, Guard
 from come.guard.samples import REMEMBERED, no_history
 from come.guard.signals import SIGNALS, Bands
-from come.guard.verdict import CLOSE, LIMIT, LOSS, NARROW, SURE, TRIAL, Verdict, collapsed, renewed, surer
+from come.guard.verdict import CLOSE, LIMIT, LOSS, NARROW, SEVERAL, SURE, TRIAL, Verdict, collapsed, renewed, surer
 from come.trees import changed
 
 LAG = 2
@@ -31,8 +31,11 @@ STEADY = 0.5
 """The next question comes after so many times as many windows as have passed since the beginning, at most."""
 MOVED = 0.05
 """It comes before the answers have moved so much further, if they go on moving as they have."""
-CHANGED = 0.1
-"""By so much the confidence of the answers changes before the source is asked about statistics at once."""
+CHANGED, FOLLOWED = 0.1, 0.2
+"""By so much the confidence of the answers differs from what is usual before the source is asked about statistics at once; and
+the share of each window in what is usual."""
+HORIZON = 10_000
+"""Windows that a lowered learning rate should last for, if answers move in proportion to it."""
 
 COUNTED = (
     *("invalid_samples", "update_refused", "unanswered", "suspicious", "healthy", "collapse", "recovered", "raised"),
@@ -89,7 +92,7 @@ class Watch:
     row_size: int = 0
     row_valid: float = 0.0
     age: int = 0
-    """Samples since the start, the last recovery or the last change of statistics."""
+    """Samples since the start, the last recovery, or the last change of statistics or of the stream."""
     due: int = 0
     """The age at which the source is asked next."""
     outside: int = 0
@@ -100,7 +103,7 @@ class Watch:
     sums: Tensor | None = None
     """What questions have found so far, see `come.guard.verdict`."""
     level: float = -1.0
-    """Confidence of the answers after the source was last asked; -1: not yet known."""
+    """Usual confidence of the answers; -1: not yet known."""
     agreement: float = 1.0
     """With the source model, when it was last asked."""
     scale: float = 1.0
@@ -220,18 +223,17 @@ class Watch:
         if watch.asking or watch.waiting or watch.frozen:
             return watch, []
         confidence = row[SIGNALS.index("confidence")]
-        if watch.level < 0:
-            watch = changed(watch, level=confidence)
-        elif chooses and abs(confidence - watch.level) > CHANGED:  # the evidence so far is of another stream
-            watch = changed(watch, due=watch.age, sums=None, level=-1.0)
+        if chooses and watch.level >= 0 and abs(confidence - watch.level) > CHANGED:
+            watch = changed(watch, age=0, due=0, sums=None, level=-1.0)  # the evidence so far is of another stream
+        else:
+            level = confidence if watch.level < 0 else watch.level + FOLLOWED * (confidence - watch.level)
+            watch = changed(watch, level=level)
         outside = watch.bands.outside(row) if watch.bands.ready else {}
         watch = changed(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
         if watch.outside != guard.patience:
             return watch, []
         found = dict(zip(SIGNALS, row, strict=True))
-        words = ", ".join(
-            f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items()
-        )
+        words = ", ".join(f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items())
         message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
         event = Event("suspicious", sent.step, message, {name: found[name] for name in outside})
         return changed(watch, due=watch.age), [event]
@@ -246,7 +248,7 @@ class Watch:
                 "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
             )
             return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
-        watch = changed(watch, agreement=found.agreement, level=-1.0)
+        watch = changed(watch, agreement=found.agreement)
         details: dict[str, float | str] = dict(found._asdict())
         checked = f"{found.samples:.0f} samples checked"
         if chooses and bool(surer(found, watch.trusted)) != watch.trusted:
@@ -258,6 +260,8 @@ class Watch:
             )
             event = Event("statistics", sent.step, message, details)
             return watch, [event], event
+        if not (watch.trusted or chooses):
+            return watch._tried(sent, found)
         if bool(collapsed(found)):
             event = Event("collapse", sent.step, f"collapse: {_why(found)}, {checked}", details)
             return changed(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch, [event], event
@@ -265,12 +269,15 @@ class Watch:
             watch = changed(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
         watch = changed(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
         message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
-        events = [Event("healthy", sent.step, message, details)]
-        if not (watch.trusted or chooses) and found.agreement >= TRIAL:  # a method without weights
-            watch = changed(watch, trusted=True)
-            message = f"tried on {found.samples:.0f} samples: agreement {found.agreement:.2f}; the method answers again"
-            events.append(Event("raised", sent.step, message, {"agreement": found.agreement}))
-        return watch, events, None
+        return watch, [Event("healthy", sent.step, message, details)], None
+
+    def _tried(self, sent: Sent, found: Verdict) -> tuple[Watch, list[Event], Event | None]:
+        """A method without weights was tried while the source answers."""
+        if found.agreement < TRIAL:
+            return self, [], None
+        message = f"tried on {found.samples:.0f} samples: agreement {found.agreement:.2f}; the method answers again"
+        event = Event("raised", sent.step, message, {"agreement": found.agreement})
+        return changed(self, trusted=True), [event], None
 
     # ---- what is done ----
 
@@ -285,7 +292,7 @@ class Watch:
         if weightless:
             message = "the source model answers until a trial finds the method well"
             return changed(base, trusted=False), [Event("recovered", cause.step, message, {})]
-        scale = self.scale * guard.backoff
+        scale = self.scale * min(guard.backoff, max(1, self.age / WINDOW) / HORIZON)
         message = f"source weights restored, learning rate x {scale:g} until reset()"
         return changed(base, scale=scale), [Event("recovered", cause.step, message, {"lr_scale": scale})]
 
@@ -337,7 +344,7 @@ class Watch:
             "row": saved["row"].shape == (width,) and _in_range(saved["row"]),
             "latest": saved["latest"].shape in ((0,), (width,)),
             "history": history.shape == (REMEMBERED,) and _in_range(known_history, 0),
-            "sums": "sums" not in saved or (saved["sums"].ndim == 1 and _in_range(saved["sums"], 0)),
+            "sums": "sums" not in saved or (saved["sums"].ndim == 1 and _in_range(saved["sums"])),
         }
         if bad := [name for name, good in sound.items() if not good]:
             raise StateError(
@@ -402,7 +409,7 @@ def _why(found: Verdict) -> str:
     """Which limit was crossed, for an operator."""
     if found.agreement < LIMIT:
         return f"agreement with the source model {found.agreement:.2f} (limit {LIMIT:.2f})"
-    if found.agreement < CLOSE and found.spread < NARROW:
+    if found.agreement < CLOSE and found.spread < NARROW and found.samples >= SEVERAL:
         return (
             f"agreement with the source model {found.agreement:.2f} (limit {CLOSE:.2f}), and {found.spread:.2f} times as many "
             f"classes are named (limit {NARROW:.2f})"

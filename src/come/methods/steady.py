@@ -32,8 +32,9 @@ average of p) and :math:`\alpha = (1 - r) / r`. From the n - 1 others, counted b
 A change of the domain also makes samples of a batch agree more, and cannot be told apart for certain: r counts only where
 agreement within a batch is at least twice that between batches, fully from 3.5 times on, and the correction is off by default.
 
-Adapts the affine parameters of normalization layers, on the source's BatchNorm statistics unless told otherwise: those of a
-batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward and one backward per batch.
+Adapts the affine parameters of normalization layers, on the BatchNorm statistics that the guard chooses, and on the source's
+without a guard: those of a batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward
+and one backward per batch.
 Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (arXiv 2511.03256), which replaces a part of the
 entropy by a running class marginal. See docs/steady.md for how it was found, what each part does, and where it fails.
 """

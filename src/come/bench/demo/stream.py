@@ -150,7 +150,7 @@ class Lane:
     @property
     def alarm(self) -> bool:
         """Whether that is bad news."""
-        return bool(self.events) and self.events[-1].kind not in ("healthy", "raised")
+        return bool(self.events) and self.events[-1].kind not in FINE
 
     @property
     def said(self) -> str:
@@ -162,7 +162,9 @@ class Lane:
         return f"Batch {last + 1}: {'; '.join(words)}."
 
 
-STATES = {"healthy": "healthy", "raised": "healthy", "suspicious": "unusual", "collapse": "collapsed"}
+FINE = ("healthy", "raised", "statistics")
+"""Kinds of events that are no bad news."""
+STATES = {**dict.fromkeys(FINE, "healthy"), "suspicious": "unusual", "collapse": "collapsed"}
 """Kinds of events and what a visitor reads; others are called by their kind."""
 
 
@@ -218,6 +220,8 @@ def lanes(choice: Choice) -> list[Lane]:
         guard = come.Guard(policy="recover" if choice.guard else "warn", on_event=events.append)
         known = methods.get(method)
         more: dict[str, Any] = {"source": [x for x, _ in source]} if "source" in known.hyperparameters() else {}
+        if not choice.guard:
+            more["statistics"] = known.unguarded  # with "warn" the guard would still choose them
         if known.descends:
             batch_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.module.modules())
             more["lr"] = choice.rate * methods.make(method, **more).learning_rate(BATCH, batch_norm)
