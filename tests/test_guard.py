@@ -357,12 +357,12 @@ def test_the_older_a_healthy_stream_is_the_less_often_the_source_is_asked(choose
 
 
 def test_the_faster_answers_move_the_sooner_the_source_is_asked_again():
-    """So that they have not moved by another 5 points before, if they go on as they have."""
+    """So that they have not moved by another 3 points before, if they go on as they have."""
     guard = Guard()
     counts = [len(fed(fresh(guard), guard, 400, agreement=agreement)[1]) for agreement in (1.0, 0.8, 0.7, 0.5)]
     assert counts[0] < counts[1] < counts[2] < counts[3]
     watch = replace(fresh(guard), age=40 * WINDOW)
-    for moved, gap in ((0.0, 20), (0.05, 20), (0.2, 10), (0.4, 5), (1.0, 2), (50.0, 1)):
+    for moved, gap in ((0.0, 20), (0.05, 20), (0.25, 4), (0.4, 3), (0.6, 2), (50.0, 1)):
         assert watch._next(moved, False) == (40 + gap) * WINDOW, moved
 
 
@@ -736,7 +736,10 @@ def test_to_contradict_an_unsure_source_costs_little():
         (0.49, 0.6, 1.0, 64, True),
         (0.49, 0.6, 5.0, 64, True),
         (0.94, 0.6, 0.84, 64, True),  # it gives up classes
-        (0.94, 0.6, 0.86, 64, False),
+        (0.94, 0.6, 0.88, 64, False),
+        (0.9, 0.6, 0.94, 64, True),  # the more it contradicts, the fewer it need have given up
+        (0.9, 0.6, 0.96, 64, False),
+        (0.6, 0.6, 0.96, 64, False),
         (0.96, 0.6, 0.5, 64, False),  # who does not contradict names what there is
         (0.94, 0.6, 0.84, 31, False),  # too few to see classes
         (0.94, 0.6, 0.84, 32, True),

@@ -11,11 +11,11 @@ may use those of the batch, under these too.
 
 how much the source believes of what the adapted model says, relative to what it says itself. A model that has adapted well
 contradicts its source where that is unsure anyway; one that has collapsed says what the source rules out, and names fewer
-classes. With the spread, the effective number of classes that the adapted model names relative to the source's, it has
-collapsed if
+classes: the more it contradicts, the fewer it need have given up. With the spread, the effective number of classes that the
+adapted model names relative to the source's, it has collapsed if
 
     agreement < 0.5, or
-    agreement < 0.95 and spread < 0.85 on 32 samples or more    it gives up classes that the source sees, or
+    agreement < 0.95 and spread < 0.85 + 2 (0.95 - agreement), at most 0.95, on 32 samples or more, or
     confidence >= 0.85 and confidence x (1 - agreement) > 0.10  where the source is sure, less is forgiven
 
 Whether the adapted model names one class or many plays no part by itself: a stream may hold one class.
@@ -30,8 +30,8 @@ become less sure. So the statistics in use are those under which the source's we
 
 with the probability :math:`a` that two samples of a batch are answered alike under its statistics, and :math:`a_0` under the
 source's. The fewer classes come, the more has to be gained; and a model that a shift makes answer one class for all may be sure
-of that. The statistics change where the advantage, times n/(n + 64) for n samples, is above 0.01 or below -0.01. Adapted weights
-play no part in it, since minimizing an entropy makes any answer surer.
+of that. The statistics change where the advantage, times n/(n + 64) for n samples, is above 0.01 or below -0.01. Adapted
+weights play no part in it, since minimizing an entropy makes any answer surer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ from come.inputs import answered, exact
 LIMIT, CLOSE, TRIAL = 0.5, 0.95, 0.9
 """Agreement below which a model has collapsed; below which it has if it names fewer classes, too; from which a method without
 weights may answer again."""
-NARROW, SEVERAL = 0.85, 32
-"""How many classes a model names at least, relative to the source, if it contradicts it; on how many samples that is seen."""
+NARROW, NARROWER, SEVERAL = 0.85, 0.95, 32
+"""How many classes a model names at least, relative to the source, if it just contradicts it, and if it does so clearly; on how
+many samples that is seen."""
 SURE, LOSS = 0.85, 0.10
 """Confidence from which the source is sure, and how much of it the adapted model may lose then."""
 ALIKE, MORE = 1 / 8, 1.25
@@ -153,9 +154,14 @@ def judged(sums: Tensor) -> Tensor:
 def collapsed(found: Verdict) -> bool | Tensor:
     """Whether the source's weights say that the adapted ones have collapsed."""
     lost = found.agreement < LIMIT
-    narrow = (found.agreement < CLOSE) & (found.spread < NARROW) & (found.samples >= SEVERAL)
     sure = (found.confidence >= SURE) & (found.confidence * (1 - found.agreement) > LOSS)
-    return lost | narrow | sure
+    return lost | sure | narrow(found)
+
+
+def narrow(found: Verdict) -> bool | Tensor:
+    """Whether the adapted model contradicts the source's weights, and names fewer classes."""
+    few = (found.spread < NARROWER) & (found.spread < NARROW + 2 * (CLOSE - found.agreement))
+    return (found.agreement < CLOSE) & few & (found.samples >= SEVERAL)
 
 
 def surer(found: Verdict, trusted: bool) -> bool | Tensor:

@@ -18,7 +18,7 @@ from come.errors import StateError, saved_number
 from come.guard.config import Event, Guard
 from come.guard.samples import REMEMBERED, no_history
 from come.guard.signals import SIGNALS, Bands
-from come.guard.verdict import CLOSE, LIMIT, LOSS, NARROW, SEVERAL, SURE, TRIAL, Verdict, collapsed, renewed, surer
+from come.guard.verdict import CLOSE, LIMIT, LOSS, SURE, TRIAL, Verdict, collapsed, narrow, renewed, surer
 from come.trees import changed
 
 LAG = 2
@@ -29,7 +29,7 @@ MOST_APART, CHOOSING_APART = 100, 16
 """Windows between two questions to the source at most; where it is also about statistics."""
 STEADY = 0.5
 """The next question comes after so many times as many windows as have passed since the beginning, at most."""
-MOVED = 0.05
+MOVED = 0.03
 """It comes before the answers have moved so much further, if they go on moving as they have."""
 CHANGED, FOLLOWED = 0.1, 0.2
 """By so much the confidence of the answers differs from what is usual before the source is asked about statistics at once; and
@@ -409,10 +409,10 @@ def _why(found: Verdict) -> str:
     """Which limit was crossed, for an operator."""
     if found.agreement < LIMIT:
         return f"agreement with the source model {found.agreement:.2f} (limit {LIMIT:.2f})"
-    if found.agreement < CLOSE and found.spread < NARROW and found.samples >= SEVERAL:
+    if narrow(found):
         return (
-            f"agreement with the source model {found.agreement:.2f} (limit {CLOSE:.2f}), and {found.spread:.2f} times as many "
-            f"classes are named (limit {NARROW:.2f})"
+            f"agreement with the source model {found.agreement:.2f} (limit {CLOSE:.2f} where fewer classes are named), "
+            f"{found.spread:.2f} times as many classes"
         )
     return f"agreement with the source model {found.agreement:.2f} (limit {1 - LOSS / max(found.confidence, SURE):.2f})"
 
