@@ -225,7 +225,7 @@ NETWORKS = {
     ),
     "either-bn": Recipe("either", "resnet", "batch", "sgd", epochs=10, size=WIDE),
 }
-"""By name. Tiny-ImageNet's ViT-S/8 (LayerNorm, 200 classes) is one more of those reported on."""
+"""By name."""
 
 
 # ---- data ----

@@ -719,7 +719,7 @@ class Adapter:
 
         - statistics="source": the running statistics of the source (RoTTA: its robust ones); the layer stays as it is.
         - "mixed": n/(n + 16) of the statistics of the n samples that the export is called with, and the rest of the source's;
-          a `come.export.OnBatch` stands around the layer.
+          a `come.export.OnBatch` stands around the layer. With a guard that uses the source's now: these.
         - "batch": the statistics of these samples alone, in the same way.
 
         So with mixed and batch an answer depends on the other samples of its batch, as in `predict`; for one that does not,
@@ -740,7 +740,7 @@ class Adapter:
 
         Example:
             >>> model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
-            >>> classifier, x = adapt(model, "tent"), torch.randn(8, 4)
+            >>> classifier, x = adapt(model, "tent", statistics="batch"), torch.randn(8, 4)
             >>> _ = classifier(x)
             >>> alone = classifier.export()
             >>> torch.allclose(alone(x), classifier.predict(x), atol=1e-5), type(alone[1]).__name__

@@ -27,7 +27,7 @@ WINDOW = 64
 """Samples that make a row of signals."""
 MOST_APART, CHOOSING_APART = 100, 16
 """Windows between two questions to the source at most; where it is also about statistics."""
-STEADY = 0.5
+APART = 0.5
 """The next question comes after so many times as many windows as have passed since the beginning, at most."""
 MOVED = 0.03
 """It comes before the answers have moved so much further, if they go on moving as they have."""
@@ -171,7 +171,7 @@ class Watch:
     def _next(self, moved: float, chooses: bool) -> int:
         """The age for the next question, if the answers have moved so much until now."""
         age = self.age / WINDOW
-        gap = min(STEADY * age, CHOOSING_APART if chooses else MOST_APART)
+        gap = min(APART * age, CHOOSING_APART if chooses else MOST_APART)
         if moved > 0:
             gap = min(gap, age * MOVED / moved)
         return self.age + WINDOW * int(max(1, gap))
