@@ -340,10 +340,11 @@ CALLS = {
     "norm, bare": {"method": "norm", "guard": False},
     "tent, bare": {"method": "tent", "objective": "em", "guard": False},
 }
-
-
 NAMED = ("fashion-bn", "fashion-bn-mixup", "cifar-bn-sgd")
 RATES = ("fashion-gn", "pairs-gn-smooth", "cifar-gn-sure", "fashion-ln", "cifar-rms", "fashion-bn")
+EVERYTHING = torch.arange(IMAGES)
+Networks = dict[str, tuple[nn.Module, Tensor, Tensor]]
+"""By name: a network, its test images and labels."""
 
 
 def right(model: nn.Module, x: Tensor, y: Tensor, **how: Any) -> tuple[Tensor, list[Any], dict[str, float]]:
@@ -360,10 +361,8 @@ def shuffled(draw: torch.Generator, count: int, of: Tensor) -> Tensor:
     return of[torch.randperm(len(of), generator=draw)][:count]
 
 
-def cases(data: Path, weights: Path, device: torch.device) -> None:
-    """Streams that older guards failed on, by name."""
-    draw, everything = torch.Generator().manual_seed(1), torch.arange(IMAGES)
-    networks = {name: network(name, data, weights, device)[:3] for name in dict.fromkeys((*NAMED, *RATES))}
+def named_streams(networks: Networks, draw: torch.Generator, device: torch.device) -> None:
+    """Shuffled, class-sorted and of two classes, clean and corrupted: each call beside the source."""
     print(
         "| network, severity 4, 1,600 samples | source | "
         + " | ".join(CALLS)
@@ -372,11 +371,11 @@ def cases(data: Path, weights: Path, device: torch.device) -> None:
     )
     for name in NAMED:
         model, images, labels = networks[name]
-        mixed = shuffled(draw, 1600, everything)
+        mixed = shuffled(draw, 1600, EVERYTHING)
         orders = {
             "shuffled": mixed,
             "class-sorted": mixed[labels[mixed.to(device)].cpu().argsort(stable=True)],
-            "two classes": everything[labels[:IMAGES].cpu() < 2],
+            "two classes": EVERYTHING[labels[:IMAGES].cpu() < 2],
         }
         for domain in (None, "contrast", "gaussian_noise"):
             for words, order in orders.items():
@@ -386,6 +385,9 @@ def cases(data: Path, weights: Path, device: torch.device) -> None:
                 values = [f"{100 * right(model, x, y, **how)[0].mean():.1f}" for how in calls]
                 print(f"| {name}, {domain or 'clean'}, {words} | {' | '.join(values)} |", flush=True)
 
+
+def many_orders(networks: Networks, draw: torch.Generator, device: torch.device) -> None:
+    """Are good statistics of the batch given up on shuffled streams?"""
     print(
         "\n40 shuffled streams of 1,280 samples (8 corruptions of severity 4, 5 orders): accuracy of the source, the default,"
     )
@@ -398,7 +400,7 @@ def cases(data: Path, weights: Path, device: torch.device) -> None:
         for kind in MANY:
             corrupted = zoo.normalized(corrupt(images[:IMAGES], kind, 4, seed=5))
             for _ in range(5):
-                order = shuffled(draw, 1280, everything).to(device)
+                order = shuffled(draw, 1280, EVERYTHING).to(device)
                 x, y = corrupted[order], labels[order]
                 (before, _, _), (mine, _, health), (batch, _, _) = (
                     right(model, x, y, **how) for how in ({"method": "source"}, CALLS["default"], CALLS["norm, bare"])
@@ -409,13 +411,16 @@ def cases(data: Path, weights: Path, device: torch.device) -> None:
         words = " / ".join(f"{v:.1f}" for v in torch.stack(accuracies).mean(dim=0).tolist())
         print(f"  {name}: {words}; {given_up} of 40; {harmed} of 40", flush=True)
 
+
+def change_of_stream(networks: Networks, draw: torch.Generator, device: torch.device) -> None:
+    """A shuffled stream that turns class-sorted."""
     print(
         "\n20 shuffled batches with noise, then 20 class-sorted ones: accuracy by quarter, source/default, and when the"
     )
     print("statistics changed:")
     for name in NAMED:
         model, images, labels = networks[name]
-        first, second = (shuffled(draw, 1280, everything) for _ in range(2))
+        first, second = (shuffled(draw, 1280, EVERYTHING) for _ in range(2))
         second = second[labels[second.to(device)].cpu().argsort(stable=True)]
         order = torch.cat([first, second]).to(device)
         x, y = zoo.normalized(corrupt(images[order], "gaussian_noise", 5, seed=5)), labels[order]
@@ -424,13 +429,16 @@ def cases(data: Path, weights: Path, device: torch.device) -> None:
         words = ", ".join(f"{100 * a.mean():.1f}/{100 * b.mean():.1f}" for a, b in quarters)
         print(f"  {name}: {words}; at steps {[e.step for e in events if e.kind == 'statistics']}", flush=True)
 
+
+def high_rates(networks: Networks, draw: torch.Generator, device: torch.device) -> None:
+    """After how many batches a rate that is too high is found."""
     print(
         "\nRates that are too high, 60 shuffled clean batches: batches until it is found, accuracy of the source, the default"
     )
     print("guard over all of them, and over the last 20 (of the source, without a guard):")
     for name in RATES:
         model, images, labels = networks[name]
-        order = torch.cat([shuffled(draw, 1920, everything) for _ in range(2)]).to(device)
+        order = torch.cat([shuffled(draw, 1920, EVERYTHING) for _ in range(2)]).to(device)
         x, y = zoo.normalized(images[order]), labels[order]
         before = 100 * right(model, x, y, method="source")[0]
         for method, rate in (("tent", 0.1), ("tent", 1.0), ("steady", 0.03)):
@@ -444,6 +452,14 @@ def cases(data: Path, weights: Path, device: torch.device) -> None:
                 f"{before[-1280:].mean():.1f}, bare {100 * bare[-1280:].mean():.1f})",
                 flush=True,
             )
+
+
+def cases(data: Path, weights: Path, device: torch.device) -> None:
+    """Streams that older guards failed on, by name."""
+    draw = torch.Generator().manual_seed(1)
+    networks = {name: network(name, data, weights, device)[:3] for name in dict.fromkeys((*NAMED, *RATES))}
+    for part in (named_streams, many_orders, change_of_stream, high_rates):
+        part(networks, draw, device)
 
 
 def cost(device: torch.device, models: list[str], compiled: bool, tiny: bool) -> None:
