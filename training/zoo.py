@@ -243,7 +243,9 @@ def _images(sheet: np.ndarray, side: int) -> np.ndarray:
     return sheet.reshape(rows, side, 100, side, channels).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, channels)
 
 
-def _fashion(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+def fashion(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    """Fashion-MNIST as it is published, "train" or "t10k": images (N, 28, 28, 1) and labels (N,)."""
+
     def read(kind: str, offset: int) -> np.ndarray:
         return np.frombuffer(
             gzip.decompress((folder / f"{part}-{kind}-ubyte.gz").read_bytes()), np.uint8, offset=offset
@@ -260,10 +262,12 @@ def _cifar(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(sheets).reshape(-1, 32, 32, 3), np.array(labels, np.uint8)
 
 
-def pack(out: Path, fashion: Path | None, cifar: Path | None, quality: int, tests_only: bool) -> None:
+def pack(
+    out: Path, fashion_folder: Path | None, cifar_folder: Path | None, quality: int, tests_only: bool
+) -> None:
     """Write training images as JPEG and test images without loss into one file."""
     kept: dict[str, np.ndarray] = {}
-    for name, read, folder in (("fashion", _fashion, fashion), ("cifar", _cifar, cifar)):
+    for name, read, folder in (("fashion", fashion, fashion_folder), ("cifar", _cifar, cifar_folder)):
         if folder is None:
             continue
         if not tests_only:
@@ -351,7 +355,7 @@ def train(
     else:
         peak = 2e-3 if recipe.kind in CONVOLUTIONS else 1e-3
         optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.05, fused=device.type == "cuda")
-    half = partial(torch.autocast, device.type, torch.bfloat16)
+    half = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = peak * min(1, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
