@@ -32,7 +32,7 @@ SIDE = 32
 
 
 def images(count: int) -> list[bytes]:
-    loaded = opening.open_source("glyphs").load(range(count))
+    loaded = opening.open_source("fashion").load(range(count))
     return [image.numpy().tobytes() for image in loaded.images]
 
 

@@ -484,7 +484,7 @@ def test_promises_in_words():
 
 def test_the_benchmark_of_the_page_runs():
     script = Path(__file__).parents[1] / "benchmarks" / "abstain.py"
-    options = ["--data", "glyphs:240", "--corruptions", "contrast", "--severities", "5", "--risks", "0.1,0.001"]
+    options = ["--data", "fashion:240", "--corruptions", "contrast", "--severities", "5", "--risks", "0.1,0.001"]
     done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "risk=0.001 with delta=0.1 needs at least" in done.stdout

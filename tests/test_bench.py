@@ -231,7 +231,7 @@ def test_a_stream_can_be_replayed(tmp_path):
 
 
 def test_an_open_world_can_be_replayed(tmp_path):
-    plan = Plan(setting="open-world", methods=("source",), data="glyphs:20", outliers=("glyph-outliers:far",))
+    plan = Plan(setting="open-world", methods=("source",), data="fashion:20", outliers=("fashion-outliers:far",))
     first = run(plan, tmp_path / "a")
     streams = [Stream.load(path) for path in sorted((tmp_path / "a" / "streams").glob("*.json"))]
     again = Bench(plan, streams=streams).run(RunFolder(tmp_path / "b"))
@@ -268,19 +268,19 @@ def test_skipped_images_are_counted_in_the_record(tmp_path):
 
 def test_a_knob_is_an_option_a_part_of_the_identity_and_of_the_record(tmp_path):
     """One line in `Knobs`: here the statistics of BatchNorm."""
-    plan = SMALL.but(model="glyphs-resnet", methods=("tent",), objectives=("em",), corruptions=("contrast",))
+    plan = SMALL.but(model="fashion-resnet-bn", methods=("tent",), objectives=("em",), corruptions=("contrast",))
     (batch,) = run(plan, tmp_path / "run")
     (source,) = run(plan.but(**typed({"statistics": "source"})), tmp_path / "run")
     assert (batch.cell.statistics, source.cell.statistics) == (None, "source")
     assert batch.key != source.key
     assert batch.result.metrics != source.result.metrics
-    with pytest.raises(come.ConfigError, match="statistics has no effect: glyphs-vit has no BatchNorm layer"):
+    with pytest.raises(come.ConfigError, match="statistics has no effect: fashion-vit has no BatchNorm layer"):
         Bench(SMALL.but(statistics="source"))
 
 
 def test_class_counts_that_do_not_fit_are_both_named():
     source = DatasetSource([(torch.zeros(3, 32, 32, dtype=torch.uint8), 0)], num_classes=3, name="mine")
-    with pytest.raises(come.InputError, match="mine has 3 classes, glyphs-vit has 100"):
+    with pytest.raises(come.InputError, match="mine has 3 classes, fashion-vit has 100"):
         Bench(SMALL, source=source)
 
 

@@ -121,9 +121,9 @@ def test_rows_are_corrected_together(tmp_path):
 
 def test_fields_that_users_change_pair_and_are_said(tmp_path):
     first = grid(tmp_path / "a", (("tent", "em"),))
-    second = grid(tmp_path / "b", (("tent", "em"),), guard=True, model="glyphs-resnet", checkpoint="w.safetensors")
+    second = grid(tmp_path / "b", (("tent", "em"),), guard=True, model="fashion-resnet-bn", checkpoint="w.safetensors")
     text = said(compare_runs(first, second))
-    for words in ("guard: False and True", "model: glyphs-vit and glyphs-resnet", "checkpoint: None and w.safetensors"):
+    for words in ("guard: False and True", "model: fashion-vit and fashion-resnet-bn", "checkpoint: None and w.safetensors"):
         assert f"differs: {words}" in text
 
 

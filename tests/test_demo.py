@@ -75,7 +75,7 @@ def test_a_lane_says_what_it_knows():
         ({"severity": 0}, "severity must be greater than or equal to 1, got 0"),
         ({"rate": 0.0}, "rate must be one of 0.1, 0.3, 1, 3, 10, 30, 100, got 0.0"),
         ({"method": "steady"}, "method must be 'tent', 'eata', 'sar' or 'deyo', got 'steady'"),
-        ({"model": "timm:x"}, "model must be 'glyphs-vit' or 'glyphs-resnet', got 'timm:x'"),
+        ({"model": "timm:x"}, "model must be 'fashion-vit' or 'fashion-resnet-bn', got 'timm:x'"),
     ],
 )
 def test_a_wrong_choice_is_refused(given, message):
@@ -262,7 +262,7 @@ def test_numbers_move_and_two_tabs_are_apart(browser, server):
 
     browser.switch_to.window(first)
     assert at(browser) == stopped
-    assert "fog, severity 2, glyphs-resnet, learning rates x 10" in browser.find_element("css selector", ".about").text
+    assert "fog, severity 2, fashion-resnet-bn, learning rates x 10" in browser.find_element("css selector", ".about").text
     assert [one.text for one in browser.find_elements("css selector", ".card h3")][1] == "SAR + EM"
     for name in ("accuracy", "confidence", "abstains"):
         texts = [one.text for one in browser.find_elements("css selector", f".card .{name}")]

@@ -40,7 +40,7 @@ def test_one_screen():
     assert out.rstrip().endswith("nothing is broken")
     assert max(len(line.rstrip()) for line in out.splitlines() if "pip install" not in line) <= 80
     assert len(out.splitlines()) <= 30 + 2 * torch.cuda.device_count()
-    for part in ("versions", "torchvision", "timm", "serve-ray", "cpu step", *models.GLYPHS, "hugging face"):
+    for part in ("versions", "torchvision", "timm", "serve-ray", "cpu step", *models.EMBEDDED, "hugging face"):
         assert part in out
     assert "offline" in out
 
@@ -60,7 +60,7 @@ def test_a_broken_torchvision_is_named_with_the_repair(tmp_path):
     checks = {check["part"]: check for check in said["checks"]}
     assert not said["ok"]
     assert {part for part, check in checks.items() if check["status"] == "failed"} == {
-        *("torchvision", "timm"), *models.GLYPHS
+        *("torchvision", "timm"), *models.EMBEDDED
     }  # fmt: skip
     assert "torchvision::nms does not exist" in checks["torchvision"]["says"]
     assert checks["torchvision"]["repair"].startswith('pip install --force-reinstall "torch==')
@@ -166,4 +166,4 @@ def test_an_embedded_model_that_gives_other_numbers(monkeypatch):
     monkeypatch.setattr(doctor.models, "load", wrong)
     checks = found(doctor._models)
     assert {check.status for check in checks.values()} == {"failed"}
-    assert "git checkout src" in checks["glyphs-vit"].repair
+    assert "git checkout src" in checks["fashion-vit"].repair

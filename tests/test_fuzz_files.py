@@ -279,7 +279,7 @@ def test_manifests_and_configurations_are_files_of_a_largest_size(tmp_path):
 
 def test_an_index_that_is_not_there():
     with pytest.raises(come.InputError, match="has 20 samples, numbered from 0; there is no sample 20"):
-        open_source("glyphs:20").load([20])
+        open_source("fashion:20").load([20])
 
 
 @pytest.mark.parametrize(
@@ -327,9 +327,9 @@ def call(monkeypatch, capsys, *arguments):
         ("--data", "folder:" + "x" * 300),
         ("--data", "folder:~nobody-here/photos"),
         ("--data", "folder:../nowhere"),
-        ("--data", "glyphs:-1"),
-        ("--data", "glyphs:99999999999"),
-        ("--data", "glyphs:²"),
+        ("--data", "fashion:-1"),
+        ("--data", "fashion:99999999999"),
+        ("--data", "fashion:²"),
         ("--data", "torchvision:.."),
         ("--data", "torchvision:CIFAR10:a\0b"),
         ("--seeds", "--5"),

@@ -213,7 +213,7 @@ def test_the_wheel_and_the_source_distribution(tmp_path):
         files = set(file.namelist())
     ours = {path.relative_to(SRC.parent).as_posix() for path in SRC.rglob("*") if path.is_file()}
     ours = {path for path in ours if "__pycache__" not in path}
-    assert {"come/py.typed", "come/bench/weights/glyphs_vit.safetensors", "come/bench/report/page.html.jinja"} <= ours
+    assert {"come/py.typed", "come/bench/embedded/fashion_vit.safetensors", "come/bench/report/page.html.jinja"} <= ours
     assert {path for path in files if not path.startswith(f"come_tta-{come.__version__}.dist-info/")} == ours
     with tarfile.open(source) as archive:
         files = {path.partition("/")[2] for path in archive.getnames()}

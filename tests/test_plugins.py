@@ -215,7 +215,7 @@ def test_the_command_lists_what_there_is(broken):
     done = python(broken, "-c", LIST + OPEN)
     assert done.returncode == 0, done.stderr
     shown = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
-    assert {"tent", "fine", "silent", "come", "mass", "mute", "standard", "glyphs[:SIZE]", "opens[:SIZE]"} <= shown
+    assert {"tent", "fine", "silent", "come", "mass", "mute", "standard", "fashion[:SIZE]", "opens[:SIZE]"} <= shown
     for said in (
         "data 'number' must be a come.bench.data.opening.Kind, got 3",
         "data 'named' must have a usage that begins with its name, got 'another:PATH'",

@@ -433,12 +433,12 @@ def test_a_model_that_is_broken_from_the_start_is_refused():
 
 @pytest.fixture(scope="module")
 def resnet():
-    """The embedded BatchNorm model and images that it is sure of, without clutter: (model, images, labels, source's labels)."""
+    """The embedded BatchNorm model and clean images: (model, images, labels, source's labels)."""
     from come.bench import models
-    from come.bench.data.glyphs import Glyphs
+    from come.bench.data import FashionSource
 
-    model = models.load("glyphs-resnet")
-    images, y = Glyphs("test", 1400, plain=True).batch(range(1400))
+    model = models.load("fashion-resnet-bn")
+    images, y, _ = FashionSource(size=1400).load(range(1400))
     x = model.preprocess(images)
     with torch.no_grad():
         known = torch.cat([model.module.eval()(part).argmax(dim=1) for part in x.split(200)])
@@ -534,10 +534,10 @@ def test_roid_on_a_class_sorted_stream_raises_no_alarm():
     from come.bench.data import Stream, open_source
     from come.bench.data import batches as load
 
-    model = models.load("glyphs-vit")
+    model = models.load("fashion-vit")
     p = model.preprocess
-    source = open_source("glyphs:1280", p)
-    stream = Stream.shuffled("glyphs:1280", 1280, corruption="contrast", severity=5, seed=0)
+    source = open_source("fashion:1280", p)
+    stream = Stream.shuffled("fashion:1280", 1280, corruption="contrast", severity=5, seed=0)
     parts = list(load(source, stream, p, batch_size=256))
     x, y = torch.cat([b.images for b in parts]), torch.cat([b.labels for b in parts])
     adapter = come.adapt(model.module, "roid", normalization=(p.mean, p.std))
@@ -1105,7 +1105,7 @@ def test_a_guarded_step_is_hardly_more_than_a_loop_by_hand():
     """In operations, on the embedded ViT; what is more is small: the guard's time is in docs/performance.md."""
     from come.bench import models
 
-    model, x = models.load("glyphs-vit").module, torch.rand(16, 3, 32, 32) - 0.5
+    model, x = models.load("fashion-vit").module, torch.rand(16, 3, 32, 32) - 0.5
     classifier = come.adapt(model, "tent")
     for _ in range(4):  # the source is asked at the third
         classifier(x)

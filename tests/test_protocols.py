@@ -21,8 +21,8 @@ from come.bench.protocols import FREE, Outcome, Protocol
 from come.bench.runner import Progress
 
 ROOT = Path(__file__).parents[1]
-PLAN = Plan(data="glyphs:64", corruptions=("fog", "contrast"), batch_size=32)
-SHA256 = models.fingerprint(models.load("glyphs-vit").module)
+PLAN = Plan(data="fashion:64", corruptions=("fog", "contrast"), batch_size=32)
+SHA256 = models.fingerprint(models.load("fashion-vit").module)
 
 
 class Watching(Progress):
@@ -45,7 +45,7 @@ def number(tmp_path_factory):
 
 @pytest.fixture
 def tiny(number):
-    about = {"name": "tiny", "summary": "glyphs, 64 images", "data": "embedded", "citation": "a test"}
+    about = {"name": "tiny", "summary": "fashion, 64 images", "data": "embedded", "citation": "a test"}
     protocol = Protocol(plan=PLAN, images=64, weights_sha256=SHA256, no_adapt=number, tolerance=0.01, **about)
     yield protocols.register(protocol)
     protocols._registry.remove("tiny")
@@ -87,9 +87,9 @@ def test_a_wrong_number_stops_before_anything_is_adapted(tiny, number, tmp_path)
         bench(tiny, no_adapt=number - 1).run(folder)
     said = str(error.value)
     assert f"must reach {number - 1:g} ± 0.01% in protocol tiny, got {number:.2f}%; nothing was adapted" in said
-    assert "normalization than model, other weights than glyphs-vit" in said
+    assert "normalization than model, other weights than fashion-vit" in said
     assert SHA256 in said
-    assert "another list of images than the 64 of the protocol (in glyphs:64)" in said
+    assert "another list of images than the 64 of the protocol (in fashion:64)" in said
     assert {r.cell.method for r in folder.records()} == {"source"}
     assert folder.outcome(folder.records()).met is False
     watching = Watching()
@@ -128,15 +128,15 @@ def test_no_adapt_that_fails_stops_the_run(tiny, tmp_path, monkeypatch):
 def test_other_weights_stop_before_any_work(tiny, monkeypatch):
     monkeypatch.setattr("come.bench.runner.open_source", lambda *_: pytest.fail("the data was opened"))
     with pytest.raises(
-        come.ModelError, match=f"glyphs-vit must have the SHA-256 {'0' * 64} in protocol tiny, got {SHA256}"
+        come.ModelError, match=f"fashion-vit must have the SHA-256 {'0' * 64} in protocol tiny, got {SHA256}"
     ):
         bench(tiny, weights_sha256="0" * 64)
 
 
 def test_other_images_stop_before_any_work(tiny):
-    with pytest.raises(come.InputError, match="glyphs:64 must have 65 images in protocol tiny, got 64: embedded"):
+    with pytest.raises(come.InputError, match="fashion:64 must have 65 images in protocol tiny, got 64: embedded"):
         bench(tiny, images=65)
-    with pytest.raises(come.InputError, match="names of the images of glyphs:64 must have the SHA-256 0000"):
+    with pytest.raises(come.InputError, match="names of the images of fashion:64 must have the SHA-256 0000"):
         bench(tiny, images_sha256="0" * 64)
 
 
@@ -151,10 +151,10 @@ def test_other_images_stop_before_any_work(tiny):
         ({"batch_size": 64}, "batch-size must be 32 in protocol tiny, got 64"),
         ({"limit": 10}, "limit must be None in protocol tiny, got 10"),
         ({"normalization": "half"}, "normalization must be model in protocol tiny, got half"),
-        ({"model": "glyphs-resnet"}, "model must be glyphs-vit in protocol tiny, got glyphs-resnet"),
+        ({"model": "fashion-resnet-bn"}, "model must be fashion-vit in protocol tiny, got fashion-resnet-bn"),
         ({"setting": "lifelong"}, "setting must be standard in protocol tiny, got lifelong"),
         ({"precision": "bf16"}, "precision must be float32 in protocol tiny, got bf16"),
-        ({"data": "glyphs"}, "data must be glyphs:64 in protocol tiny, got glyphs"),
+        ({"data": "fashion"}, "data must be fashion:64 in protocol tiny, got fashion"),
     ],
 )
 def test_a_contradiction_is_refused(tiny, options, said):
@@ -165,7 +165,7 @@ def test_a_contradiction_is_refused(tiny, options, said):
 def test_what_the_user_chooses(tiny):
     plan = tiny.plan_for({"methods": ["sar", "source"], "seeds": [1, 2], "hyper": {"sar": {"lr": 0.1}}, "severity": 5})
     assert plan.methods == ("source", "sar")
-    assert (plan.seeds, plan.batch_size, plan.data) == ((1, 2), 32, "glyphs:64")
+    assert (plan.seeds, plan.batch_size, plan.data) == ((1, 2), 32, "fashion:64")
     assert set(Plan.model_fields) > FREE
 
 
@@ -226,9 +226,9 @@ def test_every_protocol_is_valid(name):
 
 
 def test_hash_and_number_of_the_embedded_weights_are_theirs():
-    """If this fails the weights are new: write the hash, and what 'come bench --protocol glyphs --methods source' measures,
+    """If this fails the weights are new: write the hash, and what 'come bench --protocol fashion --methods source' measures,
     into the json beside them."""
-    protocol = protocols.get("glyphs")
+    protocol = protocols.get("fashion")
     assert models.fingerprint(models.load(protocol.plan.model).module) == protocol.weights_sha256
     assert protocol.no_adapt is not None
 
@@ -320,7 +320,7 @@ def test_the_run_folder_and_the_reports_say_so(tiny, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--protocol", "glyps"), "no protocol 'glyps'; did you mean 'glyphs'?"),
+        (("--protocol", "fashon"), "no protocol 'fashon'; did you mean 'fashion'?"),
         (("--protocol", "tiny", "--severity", "3"), "severity must be 5 in protocol tiny, got 3"),
         (("--protocol", "tiny", "--preset", "standard"), "corruptions must be fog,contrast in protocol tiny"),
         (

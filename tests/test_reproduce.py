@@ -24,9 +24,9 @@ def test_every_table_of_the_paper_is_regenerated_by_something():
 def test_every_plan_is_the_papers(name):
     experiment = EXPERIMENTS[name]
     small = experiment.plan()
-    assert small.data == "glyphs"
+    assert small.data == "fashion"
     assert small.limit == (1000 if {"memo", "tea"} & set(small.methods) else None)
-    assert small.model == ("glyphs-resnet" if "resnet" in name else "glyphs-vit")
+    assert small.model == ("fashion-resnet-bn" if "resnet" in name else "fashion-vit")
     outliers = ("folder:textures",) if small.setting == "open-world" else None
     full = experiment.plan(data="imagenet-c:/x", outliers=outliers)
     assert full.limit is None
@@ -45,8 +45,8 @@ def test_every_plan_is_the_papers(name):
 
 
 def test_options_win():
-    plan = experiments.get("ablation").plan(limit=10, seeds=(1, 2), model="glyphs-resnet", methods=None)
-    assert (plan.limit, plan.seeds, plan.model, plan.methods) == (10, (1, 2), "glyphs-resnet", ("tent",))
+    plan = experiments.get("ablation").plan(limit=10, seeds=(1, 2), model="fashion-resnet-bn", methods=None)
+    assert (plan.limit, plan.seeds, plan.model, plan.methods) == (10, (1, 2), "fashion-resnet-bn", ("tent",))
     assert len(plan.objectives) == 4
 
 
@@ -150,7 +150,7 @@ def test_every_table_and_figure_runs_to_its_end(name, tmp_path, monkeypatch, cap
     """Tiny, but whole: grid, table, the paper beside it, report and figures."""
     experiment = EXPERIMENTS[name]
     size = "14" if name == "openworld-0.3" else "7"  # no batch is too small for LAME
-    tiny = ["--data", "glyphs:20", "--limit", size, "--batch-size", "7", "--out", str(tmp_path / "run")]
+    tiny = ["--data", "fashion:20", "--limit", size, "--batch-size", "7", "--out", str(tmp_path / "run")]
     plan = experiment.plan()
     if plan.setting not in ("open-world", "in-distribution"):
         tiny += ["--corruptions", "fog,contrast" if plan.setting in ("lifelong", "mixed") else "fog"]

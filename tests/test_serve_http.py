@@ -339,7 +339,7 @@ def test_the_command_serves_the_examples_of_the_page(tmp_path):
     assert len(shell) >= 2
     (tmp_path / "states").mkdir()
     command = ("-m", "come", "serve", "--port", "PORT", "--state", str(tmp_path / "states"))
-    command += ("--calibrate", "glyphs:200", "--coverage", "0.9")
+    command += ("--calibrate", "fashion:200", "--coverage", "0.9")
     with Server(*command) as server:
         subprocess.run([sys.executable, "-c", make[1]], cwd=tmp_path, check=True)
         for block in shell:
@@ -370,15 +370,15 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path):
     for command, words in (
-        (["--model", "glyphs-vti"], "did you mean 'glyphs-vit'"),
+        (["--model", "fashion-vti"], "did you mean 'fashion-vit'"),
         (["--adapt", "sometimes"], "adapt must be inline"),
         (["--state", str(tmp_path / "no")], "does not exist"),
         (["--device", "no"], "no device 'no'"),
         (["--method", "memo"], "cannot differ by stream"),
         (["--risk", "0.05"], "--risk and --coverage need --calibrate DATA"),
-        (["--calibrate", "glyphs:200"], "either risk (needs labels) or coverage, got neither"),
-        (["--calibrate", "glyphs:30", "--risk", "0.05"], "needs at least 59 labelled calibration samples"),
-        (["--calibrate", "glyph-outliers:far", "--coverage", "0.9"], "has 0 classes and glyphs-vit 100"),
+        (["--calibrate", "fashion:200"], "either risk (needs labels) or coverage, got neither"),
+        (["--calibrate", "fashion:30", "--risk", "0.05"], "needs at least 59 labelled calibration samples"),
+        (["--calibrate", "fashion-outliers:far", "--coverage", "0.9"], "has 0 classes and fashion-vit 100"),
     ):
         monkeypatch.setattr(sys, "argv", ["come", "serve", *command])
         with pytest.raises(SystemExit) as stopped:

@@ -11,13 +11,13 @@ from PIL import Image
 
 import come
 from come.bench import Bench, Cell, Plan, RunFolder, run, settings
-from come.bench.data import GlyphOutlierSource, GlyphSource, Preprocess, Source, Stream, batches
+from come.bench.data import FashionOutlierSource, FashionSource, Preprocess, Source, Stream, batches
 from come.bench.data.streams import OUTLIER
 from come.bench.report import findings, reading
 from come.corruptions import corrupt
 
 LABELS = [i % 4 for i in range(40)]
-CELL = Cell(data="glyphs:40", size=40, corruptions=("fog", "snow", "contrast"), method="tent", objective="em")
+CELL = Cell(data="fashion:40", size=40, corruptions=("fog", "snow", "contrast"), method="tent", objective="em")
 
 
 class Labelled(Source):
@@ -52,7 +52,7 @@ def test_names_in_the_papers_order():
 
 @pytest.mark.parametrize("name", settings.names())
 def test_every_setting_is_a_function_of_its_seed(name):
-    more = {"outliers": "glyph-outliers:near", "outliers_size": 30}
+    more = {"outliers": "fashion-outliers:near", "outliers_size": 30}
     assert streams(name, **more) == streams(name, **more)
     if name != "in-distribution":
         assert streams(name, **more) != streams(name, seed=1, **more)
@@ -147,7 +147,7 @@ def test_open_world_cuts_the_larger_side(ratio, outside, expected):
 
 
 def test_an_open_world_of_several_corruptions_has_a_column_for_each():
-    plan = Plan(setting="open-world", methods=("source",), data="glyphs:20", corruptions=("fog", "gaussian_noise"))
+    plan = Plan(setting="open-world", methods=("source",), data="fashion:20", corruptions=("fog", "gaussian_noise"))
     bench = Bench(plan)
     domains = [e.stream.domain for cell in bench.cells for e in bench.episodes(cell)]
     assert domains == ["fog, none", "fog, near", "fog, far", "none", "near", "far"]
@@ -159,7 +159,7 @@ def test_two_streams_of_one_name_are_refused(tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / name / "textures" / "x" / "1.png")
     outliers = tuple(f"folder:{tmp_path / name / 'textures'}" for name in ("a", "b"))
     with pytest.raises(come.ConfigError, match="two streams of this run are called 'textures'"):
-        Bench(Plan(setting="open-world", methods=("source",), data="glyphs:20", outliers=outliers))
+        Bench(Plan(setting="open-world", methods=("source",), data="fashion:20", outliers=outliers))
 
 
 def test_open_world_without_outliers():
@@ -233,8 +233,8 @@ def test_changing_fades_one_corruption_into_the_next():
 
 def test_changing_corrupts_an_image_twice():
     shifts, then = (("fog", 2), ("snow", 3)), (("contrast", 1), (None, 3))
-    stream = Stream(data="glyphs:4", order=(0, 1, 2, 3), shifts=shifts, then=then, kinds=(0, 1, 0, 1), seed=7)
-    source = GlyphSource("glyphs:4", 4)
+    stream = Stream(data="fashion:4", order=(0, 1, 2, 3), shifts=shifts, then=then, kinds=(0, 1, 0, 1), seed=7)
+    source = FashionSource("fashion:4", 4)
     (batch,) = batches(source, stream, lambda images: images)
     clean, index = source.load(range(4)).images, torch.arange(4)
     twice = corrupt(corrupt(clean, "fog", 2, seed=7, index=index), "contrast", 1, seed=7, index=index)
@@ -253,7 +253,7 @@ def test_changing_needs_two_corruptions_and_clean_images():
     with pytest.raises(come.InputError, match="labelled holds corrupted images only"):
         list(settings.get("changing").episodes(CELL, source, None))
     with pytest.raises(come.ConfigError, match="then must be one for each of 1, got 2"):
-        Stream(data="glyphs", order=(0,), then=(("fog", 1), ("fog", 2)))
+        Stream(data="fashion", order=(0,), then=(("fog", 1), ("fog", 2)))
 
 
 def test_recurring_comes_back_with_new_images():
@@ -272,9 +272,9 @@ def test_small_batches():
 
 
 def test_mixed_batches_are_corrupted_each_as_its_kind():
-    source, pre = GlyphSource(size=6), Preprocess(32)
+    source, pre = FashionSource(size=6), Preprocess(32)
     mixed = Stream(
-        data="glyphs",
+        data="fashion",
         order=(0, 1, 2, 3, 1),
         shifts=(("fog", 5), ("contrast", 3), (None, 5)),
         kinds=(0, 1, 2, 0, 0),
@@ -282,17 +282,17 @@ def test_mixed_batches_are_corrupted_each_as_its_kind():
     )
     (batch,) = batches(source, mixed, pre)
     for place, (index, kind) in enumerate(zip(mixed.order, mixed.kinds, strict=True)):
-        (alone,) = batches(source, Stream.of("glyphs", (index,), *mixed.shifts[kind], 7), pre)
+        (alone,) = batches(source, Stream.of("fashion", (index,), *mixed.shifts[kind], 7), pre)
         torch.testing.assert_close(batch.images[place], alone.images[0])
     assert batch.kinds.tolist() == list(mixed.kinds)
     assert batch.indices.tolist() == list(mixed.order)
 
 
 def test_outliers_have_no_label_and_no_corruption():
-    source, outliers = GlyphSource(size=6), GlyphOutlierSource("glyph-outliers:far", "far", size=6)
+    source, outliers = FashionSource(size=6), FashionOutlierSource("fashion-outliers:far", "far", size=6)
     stream = Stream(
-        data="glyphs", order=(0, 3, 2), shifts=(("fog", 5),), kinds=(0, OUTLIER, 0), seed=7, domain="far",
-        outliers="glyph-outliers:far",
+        data="fashion", order=(0, 3, 2), shifts=(("fog", 5),), kinds=(0, OUTLIER, 0), seed=7, domain="far",
+        outliers="fashion-outliers:far",
     )  # fmt: skip
     (batch,) = batches(source, stream, Preprocess(32), outliers=outliers)
     assert batch.labels.tolist()[1] == -1
@@ -308,7 +308,7 @@ def test_every_setting_runs(name, tmp_path):
     plan = SMALL.but(
         setting=name, corruptions=None, severity=None, batch_size=64, methods=("tent",), objectives=("come",)
     )
-    plan = plan.but(data="glyphs:20", limit=20)
+    plan = plan.but(data="fashion:20", limit=20)
     records = run(plan, tmp_path / "run")
     assert records
     for record in records:
@@ -343,7 +343,7 @@ def test_open_world_has_a_column_without_outliers(tmp_path):
 def test_a_record_tells_what_the_guard_did(tmp_path):
     """In this cell alone: the adapter is shared with the cells before it."""
     plan = SMALL.but(
-        data="glyphs:960",
+        data="fashion:960",
         methods=("source", "tent:lr=0.3"),
         objectives=("em",),
         corruptions=("fog", "contrast"),
@@ -396,7 +396,7 @@ def test_variants_of_a_method_and_of_an_objective(tmp_path):
 
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path):
-    plan = SMALL.but(model="glyphs-resnet", methods=("source", "foa"), corruptions=("contrast",), source_size=32)
+    plan = SMALL.but(model="fashion-resnet-bn", methods=("source", "foa"), corruptions=("contrast",), source_size=32)
     bench = Bench(plan)
     records = bench.run(RunFolder(tmp_path / "run"))
     assert {r.cell.method for r in records} == {"source"}
@@ -441,6 +441,6 @@ def test_clean_images_are_needed_where_nothing_is_corrupted(tmp_path):
     root = tmp_path / "c" / "fog" / "5" / "a"
     root.mkdir(parents=True)
     (root / "x.png").write_bytes(b"")
-    plan = Plan(setting="in-distribution", data=f"imagenet-c:{tmp_path / 'c'}", model="glyphs-vit")
+    plan = Plan(setting="in-distribution", data=f"imagenet-c:{tmp_path / 'c'}", model="fashion-vit")
     with pytest.raises(come.InputError, match=r"classes|needs clean ones"):
         Bench(plan)

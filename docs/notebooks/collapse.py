@@ -18,9 +18,9 @@ from come.bench.data import open_source
 from come.corruptions import corrupt
 
 torch.set_num_threads(1)  # the model is too small to share
-loaded = models.load("glyphs-vit")
+loaded = models.load("fashion-vit")
 model, normalize = loaded.module, loaded.preprocess
-images, labels, *_ = open_source("glyphs:320").load(range(320))
+images, labels, *_ = open_source("fashion:320").load(range(320))
 batches = normalize(corrupt(images, "contrast", severity=5)).split(32)
 
 

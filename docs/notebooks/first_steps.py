@@ -18,9 +18,9 @@ from come.bench.data import open_source
 from come.corruptions import corrupt
 
 torch.set_num_threads(1)  # the model is too small to share
-loaded = models.load("glyphs-resnet")
+loaded = models.load("fashion-resnet-bn")
 model, normalize = loaded.module, loaded.preprocess
-images, labels, *_ = open_source("glyphs:768").load(range(768))
+images, labels, *_ = open_source("fashion:768").load(range(768))
 pale = corrupt(images, "contrast", severity=5)
 
 figure, axes = plt.subplots(2, 8, figsize=(8, 2.2))

@@ -11,7 +11,7 @@ import torch
 from drawing import picture
 
 import come
-from come.bench.data import Account, DatasetSource, GlyphSource, Preprocess, Stream, batches, open_source
+from come.bench.data import Account, DatasetSource, FashionSource, Preprocess, Stream, batches, open_source
 from come.corruptions import corrupt
 
 SMALL = Preprocess(size=32, resize=36)
@@ -100,7 +100,7 @@ def test_a_class_that_one_corruption_of_imagenet_c_lacks_is_named(imagenet_c):
 
 
 def test_clean_sources_hold_whatever_is_asked(folder):
-    for spec in (f"folder:{folder}", "glyphs:10", "torchvision:FakeData"):
+    for spec in (f"folder:{folder}", "fashion:10", "torchvision:FakeData"):
         open_source(spec, SMALL).require(("fog", None), 2)
 
 
@@ -164,8 +164,8 @@ def test_a_torchvision_set_that_cannot_be_read_is_found_before_anything_runs(tmp
         ("imagenet-c:{empty}", "no folder named after a corruption"),
         ("cifar10-c:{empty}", "no labels.npy"),
         ("fodler:x", "no data 'fodler'; did you mean 'folder'"),
-        ("glyphs:many", "asks for 'many' images; write a number"),
-        ("glyphs:0", "asks for '0' images"),
+        ("fashion:many", "asks for 'many' images; write a number"),
+        ("fashion:0", "asks for '0' images"),
     ],
 )
 def test_bad_specifications(spec, message, tmp_path):
@@ -176,7 +176,7 @@ def test_bad_specifications(spec, message, tmp_path):
     with pytest.raises(come.ComeError, match=message):
         open_source(spec.format(**places))
     with pytest.raises(come.ConfigError, match="no value of --on-bad-image 'ignore'"):
-        open_source("glyphs", on_bad_image="ignore")
+        open_source("fashion", on_bad_image="ignore")
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"no image at all", lambda b: b""])
@@ -216,8 +216,8 @@ def test_workers_and_batch_size_change_nothing(folder):
 
 
 def test_the_stream_is_corrupted_by_the_identity_of_each_image():
-    source = GlyphSource(size=8)
-    stream = Stream.of("glyphs", (5, 2), "fog", 3, 7)
+    source = FashionSource(size=8)
+    stream = Stream.of("fashion", (5, 2), "fog", 3, 7)
     (batch,) = batches(source, stream, Preprocess(32))
     expected = corrupt(source.load([2]).images, "fog", 3, seed=7, index=torch.tensor([2]))
     assert torch.equal(batch.images[1:], Preprocess(32)(expected))

@@ -14,7 +14,7 @@ from come import corruptions
 from come.bench.data import (
     Account,
     DatasetSource,
-    GlyphSource,
+    FashionSource,
     Preprocess,
     Stream,
     batches,
@@ -176,8 +176,8 @@ def test_a_copy_that_has_no_file_decodes_for_itself(folder):
 
 @pytest.mark.parametrize("name", corruptions.names())
 def test_chunks_are_corrupted_as_batches_are(name, monkeypatch):
-    source = GlyphSource(size=40)
-    stream = Stream.shuffled("glyphs", 40, corruption=name, severity=5, seed=3)
+    source = FashionSource(size=40)
+    stream = Stream.shuffled("fashion", 40, corruption=name, severity=5, seed=3)
     found = {}
     for values in (1, 2**19):
         monkeypatch.setitem(loading.CHUNK_VALUES, "cpu", values)
@@ -189,8 +189,8 @@ def test_chunks_are_corrupted_as_batches_are(name, monkeypatch):
 
 
 def test_chunks_grow_so_that_the_first_batch_comes_soon(monkeypatch):
-    source, decoded = counted(GlyphSource(size=64))
-    stream = Stream.shuffled("glyphs", 64, corruption="fog", severity=1, seed=0)
+    source, decoded = counted(FashionSource(size=64))
+    stream = Stream.shuffled("fashion", 64, corruption="fog", severity=1, seed=0)
     made = batches(source, stream, Preprocess(32), batch_size=4)
     next(made)
     assert len(decoded) == 4
@@ -205,11 +205,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def test_batches_on_a_gpu_are_those_of_the_cpu(fits, monkeypatch):
     if not fits:
         monkeypatch.setattr(store, "SHARE_OF_DEVICE", 0.0)
-    plain, source = GlyphSource(size=300), Resident(GlyphSource(size=300))
+    plain, source = FashionSource(size=300), Resident(FashionSource(size=300))
     kinds = tuple(i % 3 - 1 for i in range(300))  # outliers, fog and clean images
-    outliers = Resident(GlyphSource(size=300))
+    outliers = Resident(FashionSource(size=300))
     stream = Stream(
-        data="glyphs", order=tuple(range(300)), shifts=(("fog", 3), (None, 5)), kinds=kinds, outliers="glyphs", seed=2
+        data="fashion", order=tuple(range(300)), shifts=(("fog", 3), (None, 5)), kinds=kinds, outliers="fashion", seed=2
     )
     expected = list(batches(plain, stream, Preprocess(32), batch_size=16, outliers=plain))
     for number in range(3):
@@ -229,8 +229,8 @@ def test_batches_on_a_gpu_are_those_of_the_cpu(fits, monkeypatch):
 
 @needs_gpu
 def test_nothing_waits_for_the_gpu_once_images_are_there():
-    source = Resident(GlyphSource(size=256))
-    stream = Stream.shuffled("glyphs", 256, corruption="gaussian_noise", severity=5, seed=0)
+    source = Resident(FashionSource(size=256))
+    stream = Stream.shuffled("fashion", 256, corruption="gaussian_noise", severity=5, seed=0)
     for _ in range(2):  # tensors that are kept are made
         list(batches(source, stream, Preprocess(32), batch_size=16, device="cuda"))
     torch.cuda.set_sync_debug_mode("error")

@@ -10,12 +10,12 @@ import time
 import pytest
 
 import come
-from come.bench.data import GlyphOutlierSource, GlyphSource, Preprocess, Stream, batches, streams
+from come.bench.data import FashionOutlierSource, FashionSource, Preprocess, Stream, batches, streams
 from come.bench.data.reading import read_regular
 from come.bench.data.streams import OUTLIER
 
 GOOD = {
-    "format": "come-stream-2", "data": "glyphs", "order": [2, 0, 1], "shifts": [["fog", 5], [None, 5]], "kinds": [0, 1, 0],
+    "format": "come-stream-2", "data": "fashion", "order": [2, 0, 1], "shifts": [["fog", 5], [None, 5]], "kinds": [0, 1, 0],
     "then": [], "seed": 3, "domain": "fog", "outliers": None,
 }  # fmt: skip
 
@@ -27,13 +27,13 @@ def load(tmp_path, text):
 
 
 def test_streams_are_written_down_and_read_back(tmp_path):
-    stream = Stream.shuffled("glyphs", 20, corruption="fog", severity=2, seed=5)
+    stream = Stream.shuffled("fashion", 20, corruption="fog", severity=2, seed=5)
     stream.save(tmp_path / "stream.json")
     again = Stream.load(tmp_path / "stream.json")
     assert again == stream == pickle.loads(pickle.dumps(stream))
     assert (hash(again), again.digest) == (hash(stream), stream.digest)
     assert sorted(stream.order) == list(range(20))
-    other = Stream.shuffled("glyphs", 20, corruption="fog", severity=2, seed=6)
+    other = Stream.shuffled("fashion", 20, corruption="fog", severity=2, seed=6)
     assert other.order != stream.order
     assert other.digest != stream.digest
     with pytest.raises(ValueError, match="frozen"):
@@ -42,7 +42,7 @@ def test_streams_are_written_down_and_read_back(tmp_path):
 
 def test_a_manifest_of_an_earlier_version_is_read(tmp_path):
     assert load(tmp_path, json.dumps(GOOD)) == Stream(
-        data="glyphs", order=(2, 0, 1), shifts=(("fog", 5), (None, 5)), kinds=(0, 1, 0), seed=3, domain="fog"
+        data="fashion", order=(2, 0, 1), shifts=(("fog", 5), (None, 5)), kinds=(0, 1, 0), seed=3, domain="fog"
     )
 
 
@@ -150,11 +150,11 @@ def test_files_have_a_largest_size(tmp_path, monkeypatch):
 
 def test_bad_streams():
     with pytest.raises(come.ConfigError, match=r"shifts\.0\.1 must be less than or equal to 5, got 6"):
-        Stream.of("glyphs", (0,), "fog", 6, 0)
+        Stream.of("fashion", (0,), "fog", 6, 0)
     with pytest.raises(come.ConfigError, match="did you mean 'fog'"):
-        Stream.of("glyphs", (0,), "fogg", 5, 0)
+        Stream.of("fashion", (0,), "fogg", 5, 0)
     with pytest.raises(come.ConfigError, match=r"order\.0 must be greater than or equal to 0, got -1"):
-        Stream.of("glyphs", (-1,), "fog", 5, 0)
+        Stream.of("fashion", (-1,), "fog", 5, 0)
     with pytest.raises(come.ConfigError, match="data must be printable text of 1 to 1000 characters"):
         Stream.of("folder:" + "x" * 1000, (0,), "fog", 5, 0)
 
@@ -166,7 +166,7 @@ def test_what_a_stream_names_is_not_opened(monkeypatch):
         outliers="folder:/home",
     )  # fmt: skip
     with pytest.raises(come.InputError, match="the stream has outliers of 'folder:/home'; pass their source"):
-        batches(GlyphSource(size=4), stream, Preprocess(32))
-    outliers = GlyphOutlierSource("glyph-outliers:far", "far", size=4)
-    (batch,) = batches(GlyphSource(size=4), stream, Preprocess(32), outliers=outliers)
+        batches(FashionSource(size=4), stream, Preprocess(32))
+    outliers = FashionOutlierSource("fashion-outliers:far", "far", size=4)
+    (batch,) = batches(FashionSource(size=4), stream, Preprocess(32), outliers=outliers)
     assert batch.labels[1] == -1

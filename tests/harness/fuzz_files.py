@@ -56,7 +56,7 @@ SMALL = Preprocess(size=32, resize=36)
 # ---- values that are not what a reader expects ----
 
 TEXTS = (
-    "", " ", "tent", "em", "fog", "glyphs", "../../etc/passwd", "/etc/passwd", "a/../..", "~nobody-here/x", "x\0y",
+    "", " ", "tent", "em", "fog", "fashion", "../../etc/passwd", "/etc/passwd", "a/../..", "~nobody-here/x", "x\0y",
     "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "[/red]", "[bold]", "{0}", "%s", "$(id)", "`id`", "-rf",
     "\x1b[31mred\x1b[0m", "line\nbreak", "tab\t", "\u202eevil", "é\u0301", "😀", "²", "٣", "\ud800", "x" * 5000, "NaN",
     "=1+1", "@SUM(A1)",
@@ -145,8 +145,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "setting": ("lifelong", "open-world", "in-distribution", "mixed", []),
     "severity": (1, 5, 0, 2.0, True, "5"),
     "set": ({"tent": {"lr": 1}}, {"tent": 1}, [], {"tent": {"select": "[/x]"}}, {"tent": {"lr": []}}, "x"),
-    "data": ("glyphs:10", "folder:..", 1),
-    "outliers": (["glyph-outliers:far"], ["x"], "x"),
+    "data": ("fashion:10", "folder:..", 1),
+    "outliers": (["fashion-outliers:far"], ["x"], "x"),
     "batch-size": (1, 10**9, 10**9 + 1),
     "limit": (1, 2**63),
     "outlier-ratio": (0.5, 0, 1),
@@ -193,8 +193,8 @@ def read_config(case: bytes, folder: Path) -> None:
 # ---- manifests ----
 
 MANIFEST = json.dumps(
-    {"format": "come-stream-2", "data": "glyphs:20", "order": [3, 1, 2, 0], "shifts": [["fog", 5], [None, 5]], "seed": 0,
-     "then": [], "kinds": [0, 1, 0, -1], "domain": "fog", "outliers": "glyph-outliers:far"}
+    {"format": "come-stream-2", "data": "fashion:20", "order": [3, 1, 2, 0], "shifts": [["fog", 5], [None, 5]], "seed": 0,
+     "then": [], "kinds": [0, 1, 0, -1], "domain": "fog", "outliers": "fashion-outliers:far"}
 )  # fmt: skip
 manifests = st.one_of(
     changes.map(lambda wounds: wounded(MANIFEST, wounds)),
@@ -215,7 +215,7 @@ def read_manifest(case: bytes, folder: Path) -> None:
     stream.save(path)
     assert Stream.load(path) == stream
     for i in range(min(len(stream), 4)):
-        source = open_source("glyph-outliers:far") if stream.kind(i) < 0 else open_source("glyphs:20")
+        source = open_source("fashion-outliers:far") if stream.kind(i) < 0 else open_source("fashion:20")
         loaded = source.load([stream.order[i]], *stream.shifts[max(0, stream.kind(i))])
         assert loaded.indices.tolist() == [stream.order[i]]
 
@@ -230,7 +230,7 @@ def _kept_folder() -> Path:
     return path
 
 
-RUN = Plan(data="glyphs:100", methods=("source", "tent"), corruptions=("fog",), limit=16)
+RUN = Plan(data="fashion:100", methods=("source", "tent"), corruptions=("fog",), limit=16)
 
 
 @cache
@@ -595,9 +595,9 @@ def read_cifar(case: Any, folder: Path) -> None:
 SPECS = (
     "", ":", "folder", "folder:", "folder:../x", "folder:..", "folder:/etc/passwd", "folder:/dev/null", "folder:\0",
     "folder:a\0b", "folder:" + "x" * 300, "folder:" + "x/" * 5000, "folder:~nobody-here", "folder:\ud800", "folder:\n",
-    "glyphs:-1", "glyphs:0", "glyphs:99999999999", "glyphs:²", "glyphs:٣", "glyphs:1.5", "glyphs:" + "9" * 5000,
-    "glyphs: 5", "glyphs:+5",
-    "glyphs:100", "glyph-outliers:", "glyph-outliers:up", "torchvision:", "torchvision:..", "torchvision:CIFAR10:\0",
+    "fashion:-1", "fashion:0", "fashion:99999999999", "fashion:²", "fashion:٣", "fashion:1.5", "fashion:" + "9" * 5000,
+    "fashion: 5", "fashion:+5",
+    "fashion:100", "fashion-outliers:", "fashion-outliers:up", "torchvision:", "torchvision:..", "torchvision:CIFAR10:\0",
     "torchvision:CIFAR10:/etc", "torchvision:CIFAR10:" + "x" * 300, "torchvision:MNIST:..",
     "torchvision:ImageFolder:..", "torchvision:LSUN:.",
     "torchvision:FakeData", "torchvision:__init__", "torchvision:Kinetics:/tmp", "torchvision:EMNIST:x", "imagenet-c:\0",
@@ -607,10 +607,10 @@ SPECS = (
     "hf:.:split=\0",
 )  # fmt: skip
 KINDS_OF_DATA = (
-    "folder", "glyphs", "glyph-outliers", "torchvision", "imagenet-c", "cifar10-c", "imagenet", "openood", "webdataset", "x",
+    "folder", "fashion", "fashion-outliers", "torchvision", "imagenet-c", "cifar10-c", "imagenet", "openood", "webdataset", "x",
 )  # fmt: skip
 MODELS = (
-    "", ":", "glyphs-vit", "timm:", "timm:..", "timm:hf-hub:x/y", "timm:test_resnet.nonsense", "timm:\0", "torchvision:",
+    "", ":", "fashion-vit", "timm:", "timm:..", "timm:hf-hub:x/y", "timm:test_resnet.nonsense", "timm:\0", "torchvision:",
     "resnet", "torchvision:../x", "local-dir:/tmp", "timm:local-dir:/tmp",
 )  # fmt: skip
 specs = st.one_of(
@@ -638,7 +638,7 @@ def open_spec(case: tuple[str, str], folder: Path) -> None:
         if len(source) <= 100:
             source.load([0], source.holds[0] if source.holds else None)
     elif option == "model":
-        models.load(value, checkpoint=None if value in models.GLYPHS else _weights_file())
+        models.load(value, checkpoint=None if value in models.EMBEDDED else _weights_file())
     elif option == "config":
         from_toml(Path(value))
     elif option == "stream":

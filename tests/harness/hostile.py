@@ -41,7 +41,7 @@ LIMIT = 30.0
 """Seconds for a case: the figures take some on a busy machine."""
 MEMORY = 2**31
 """Bytes that a case may take beyond what the process has."""
-PLAN = Plan(data="glyphs:100", methods=("source", "tent"), objectives=("come",), corruptions=("fog", "snow"), limit=16)
+PLAN = Plan(data="fashion:100", methods=("source", "tent"), objectives=("come",), corruptions=("fog", "snow"), limit=16)
 ARGUMENTS = ("--methods", "source,tent", "--objectives", "come", "--corruptions", "fog,snow", "--limit", "16")
 
 # ---- commands ----
@@ -55,7 +55,7 @@ READING: dict[str, Callable[[Path, Path], list[str]]] = {
     "figures": lambda run, good: ["report", str(run), "--figures", "svg"],
 }
 """Commands that read a run folder; all but the last two leave it as it is."""
-RESUMING = {"bench": lambda run, good: ["bench", "--data", "glyphs:100", *ARGUMENTS, "--out", str(run)]}
+RESUMING = {"bench": lambda run, good: ["bench", "--data", "fashion:100", *ARGUMENTS, "--out", str(run)]}
 COMMANDS = READING | RESUMING
 
 
@@ -581,7 +581,7 @@ def figure_links(here: Place) -> None:
 REPLAY = (
     "bench",
     "--data",
-    "glyphs:100",
+    "fashion:100",
     "--methods",
     "source",
     "--objectives",
@@ -591,7 +591,7 @@ REPLAY = (
     "--limit",
     "16",
 )
-OPEN = ("--setting", "open-world", "--outliers", "glyph-outliers:far")
+OPEN = ("--setting", "open-world", "--outliers", "fashion-outliers:far")
 GIVEN = {
     "outliers": lambda here, good: [*REPLAY, *OPEN, "--stream", str(here.given), "--out", str(here.root / "out")],
     "stream": lambda here, good: [*REPLAY, "--stream", str(here.given), "--out", str(here.root / "out")],
@@ -611,7 +611,7 @@ ALL: dict[str, Callable[[Place, Path], list[str]]] = {
     **GIVEN,
 }
 MANIFEST: dict[str, Any] = {
-    "format": "come-stream-2", "data": "glyphs:100", "order": [3, 1, 2, 0] * 4, "shifts": [["fog", 5]], "seed": 0, "kinds": [],
+    "format": "come-stream-2", "data": "fashion:100", "order": [3, 1, 2, 0] * 4, "shifts": [["fog", 5]], "seed": 0, "kinds": [],
     "then": [], "domain": "fog", "outliers": None,
 }  # fmt: skip
 MANIFESTS: dict[str, dict[str, Any]] = {
@@ -631,7 +631,7 @@ MANIFESTS: dict[str, dict[str, Any]] = {
     "too few kinds": {"kinds": [0]},
     "outliers without a source": {"kinds": [-1] * 16},
     "outliers of a folder": {"kinds": [-1] * 16, "outliers": "folder:/etc"},
-    "outliers that nobody named": {"kinds": [-1] * 16, "outliers": "glyph-outliers:far"},
+    "outliers that nobody named": {"kinds": [-1] * 16, "outliers": "fashion-outliers:far"},
     "outliers of a pickle": {"kinds": [-1] * 16, "outliers": "torchvision:LSUN:/"},
     "other data": {"data": "folder:/etc"},
     "another seed": {"seed": 1},
@@ -681,7 +681,7 @@ def given_cases() -> Iterator[Case]:
         text = json.dumps({key: value for key, value in MANIFEST.items() if key != field})
         yield Case("given", f"stream without {field}", lambda here, t=text: here.given.write_text(t), may, ("stream",))
     for name, order in {"outliers only": range(16), "outliers that are not there": range(10**9, 10**9 + 16)}.items():
-        text = json.dumps(MANIFEST | {"kinds": [-1] * 16, "outliers": "glyph-outliers:far", "order": list(order)})
+        text = json.dumps(MANIFEST | {"kinds": [-1] * 16, "outliers": "fashion-outliers:far", "order": list(order)})
         tamper = lambda here, t=text: here.given.write_text(t)  # noqa: E731
         yield Case("given", f"stream of {name}", tamper, ("accepted", "refused"), ("outliers",))
     for name, text in CONFIGS.items():

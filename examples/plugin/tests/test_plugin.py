@@ -29,7 +29,7 @@ def test_the_objective_keeps_the_contract():
 
 
 def test_the_data_is_in_negative():
-    negative, positive = (open_source(name).load([0, 1]) for name in ("negatives:2", "glyphs:2"))
+    negative, positive = (open_source(name).load([0, 1]) for name in ("negatives:2", "fashion:2"))
     assert (negative.images == 255 - positive.images).all()
     assert (negative.labels == positive.labels).all()
 
@@ -44,7 +44,7 @@ def test_wrong_values_are_refused():
 def tiny():
     """A model for a quick run: --model MODULE:FACTORY."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(3072), torch.nn.Linear(3072, 100))
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(3072), torch.nn.Linear(3072, 8))
 
 
 def test_the_command_line_knows_them(monkeypatch, capsys, tmp_path):

@@ -101,10 +101,10 @@ class Knobs(Description):
     """What a plan and all of its cells have in common."""
 
     model: Text = knob(
-        "glyphs-vit",
+        "fashion-vit",
         "See [bold]come list models[/]; your own is MODULE:FACTORY. Arguments follow: timm:NAME:img_size=64.",
     )
-    data: Text = knob("glyphs", "See [bold]come list data[/].")
+    data: Text = knob("fashion", "See [bold]come list data[/].")
     setting: Text = knob("standard", "See [bold]come list settings[/].")
     severity: Severity | None = knob(None, "1 to 5; by default the setting's own.")
     outlier_ratio: float = knob(0.5, "Open world: share of outliers.", gt=0, lt=1)
@@ -147,7 +147,7 @@ class Cell(Knobs):
     Example:
         >>> cell = Cell(method="tent", objective="come", corruptions=("fog",), severity=5, size=100)
         >>> len(cell.key), cell.model
-        (16, 'glyphs-vit')
+        (16, 'fashion-vit')
     """
 
     size: Count

@@ -20,7 +20,7 @@ def is_factory(name: str) -> bool:
     """Whether a name looks like MODULE:FACTORY.
 
     Example:
-        >>> is_factory("acme.nets:small:width=64"), is_factory("glyphs-vit"), is_factory("a-b:c")
+        >>> is_factory("acme.nets:small:width=64"), is_factory("fashion-vit"), is_factory("a-b:c")
         (True, False, False)
     """
     module, _, rest = name.partition(":")

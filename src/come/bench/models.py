@@ -15,6 +15,7 @@ from torch import nn
 
 from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
 from come.bench.clip import load_open_clip
+from come.bench.data.embedded import KNOWN
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import require_download, timm_weights
 from come.bench.factories import call_factory, is_factory
@@ -24,7 +25,7 @@ from come.errors import ConfigError, ModelError, require, unknown
 from come.inputs import logits_of
 from come.registry import parse
 
-__all__ = ["DESCRIPTIONS", "GLYPHS", "NORMALIZATIONS", "Model", "Preprocess", "build_glyphs", "fingerprint", "load"]
+__all__ = ["DESCRIPTIONS", "EMBEDDED", "NORMALIZATIONS", "Model", "Preprocess", "build_embedded", "fingerprint", "load"]
 
 NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = {
     "model": None,
@@ -47,12 +48,13 @@ class Model:
     num_classes: int
 
 
-GLYPHS = {
-    "glyphs-vit": "embedded ViT (LayerNorm), 32x32, 100 classes, for the glyphs data",
-    "glyphs-resnet": "embedded ResNet (BatchNorm), 32x32, 100 classes, for the glyphs data",
+EMBEDDED = {
+    "fashion-vit": "embedded ViT (LayerNorm), 32x32, for the fashion data",
+    "fashion-resnet-gn": "embedded ResNet (GroupNorm), the same",
+    "fashion-resnet-bn": "embedded ResNet (BatchNorm), the same",
 }
 DESCRIPTIONS = {
-    **GLYPHS,
+    **EMBEDDED,
     "keras-resnet50": "ResNet-50 as Keras has it, stride 2 on the first 1x1 convolution; needs --checkpoint",
     "timm:NAME": "any model of timm with its pretrained weights and data configuration",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
@@ -78,8 +80,8 @@ def load(
     """A model by name, in evaluation mode.
 
     Args:
-        name: "glyphs-vit", "glyphs-resnet", "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME", "open_clip:NAME"
-            or "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
+        name: one of `EMBEDDED`, "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME", "open_clip:NAME" or
+            "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
         image_size: side of the images in place of the model's own; the share that is cropped stays the same.
@@ -89,9 +91,9 @@ def load(
         std: the same, positive.
 
     Example:
-        >>> model = load("glyphs-vit", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+        >>> model = load("fashion-vit", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
         >>> model.num_classes, model.preprocess.size, model.preprocess.std
-        (100, 32, (0.25, 0.25, 0.25))
+        (8, 32, (0.25, 0.25, 0.25))
     """
     if normalization not in NORMALIZATIONS:
         raise unknown("normalization", normalization, NORMALIZATIONS)
@@ -120,10 +122,10 @@ def load(
 
 def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     kind, _, rest = name.partition(":")
-    if name in GLYPHS:
+    if name in EMBEDDED:
         if checkpoint is not None:
             raise ConfigError(f"{name} comes with its weights; give --checkpoint with timm:NAME or torchvision:NAME")
-        return _glyphs(name)
+        return _embedded(name)
     if name == "keras-resnet50":
         return _keras_resnet50(name, checkpoint)
     if kind == "timm" and rest:
@@ -163,30 +165,33 @@ def fingerprint(module: nn.Module) -> str:
     return digest("", state)
 
 
-def build_glyphs(kind: str, arguments: dict[str, Any]) -> nn.Module:
-    """An untrained source model of the glyphs data, (B, 3, 32, 32) normalized -> (B, 100).
+def build_embedded(kind: str, norm: str, arguments: dict[str, Any]) -> nn.Module:
+    """An untrained source model of the embedded data, (B, 3, 32, 32) normalized -> (B, 8).
 
     Args:
         kind: "vit" or "resnet".
+        norm: "layer", "batch" or "group".
         arguments: of timm's constructor.
     """
+    from timm.layers import GroupNorm
     from timm.models.resnet import BasicBlock, ResNet
     from timm.models.vision_transformer import VisionTransformer
 
     module: Any
     if kind == "vit":
-        module = VisionTransformer(**arguments)
+        module = VisionTransformer(num_classes=len(KNOWN), **arguments)
     else:
-        module = ResNet(**{**arguments, "block": BasicBlock})
+        layer: Any = nn.BatchNorm2d if norm == "batch" else partial(GroupNorm, num_groups=8)
+        module = ResNet(BasicBlock, num_classes=len(KNOWN), norm_layer=layer, **arguments)
         module.maxpool = nn.Identity()  # 32 x 32 pixels: the stem halves them once, not twice
     built: nn.Module = module
     return built
 
 
-def _glyphs(name: str) -> tuple[nn.Module, Preprocess]:
-    folder = files("come.bench") / "weights"
+def _embedded(name: str) -> tuple[nn.Module, Preprocess]:
+    folder = files("come.bench") / "embedded"
     about = json.loads((folder / f"{name.replace('-', '_')}.json").read_text())
-    module = build_glyphs(about["model"], about["arguments"])
+    module = build_embedded(about["kind"], about["norm"], about["arguments"])
     state = load_safetensors((folder / f"{name.replace('-', '_')}.safetensors").read_bytes())
     module.load_state_dict({key: v.float() if v.is_floating_point() else v for key, v in state.items()})
     return module, Preprocess(size=32, resize=32, mean=tuple(about["mean"]), std=tuple(about["std"]))

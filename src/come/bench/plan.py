@@ -23,7 +23,7 @@ GIVEN = frozenset({"objective", "source", "normalization", "seed"})
 QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if group != "extra")
 """The first corruption of each of the four groups."""
 
-GLYPH_OUTLIERS = ("glyph-outliers:near", "glyph-outliers:far")
+FASHION_OUTLIERS = ("fashion-outliers:near", "fashion-outliers:far")
 STREAMS = "Names or groups (noise, blur, weather, digital, extra); by default the setting's own, or one of each group."
 
 
@@ -39,7 +39,7 @@ class Plan(Knobs):
     methods: Texts = knob(("source", "tent", "eata", "sar"), "Names, or all. See [bold]come list methods[/].")
     objectives: Texts = knob(("em", "come"), "See [bold]come list objectives[/].")
     corruptions: Texts | None = knob(None, STREAMS)
-    outliers: Texts | None = knob(None, "Open world: sources of outliers; by default those of glyphs.")
+    outliers: Texts | None = knob(None, "Open world: sources of outliers; by default the embedded ones.")
     seeds: tuple[Seed, ...] = knob((0,), "Several give mean and deviation.", strict=False)
     limit: Count | None = knob(None, "Use N samples only, spread over the classes by the seed.", HOW)
     hyper: dict[Text, dict[Text, Value]] = knob({}, "A hyperparameter, e.g. tent.lr=5e-4. Repeatable.", HOW)
@@ -55,8 +55,8 @@ class Plan(Knobs):
             "severity": setting.severity,
             "corruptions": QUICK if setting.corruptions is None else setting.corruptions,
         }
-        if setting.pieces == "outliers" and str(values.get("data", "glyphs")).partition(":")[0] == "glyphs":
-            filled["outliers"] = GLYPH_OUTLIERS
+        if setting.pieces == "outliers" and str(values.get("data", "fashion")).partition(":")[0] == "fashion":
+            filled["outliers"] = FASHION_OUTLIERS
         given = {name for name, value in values.items() if value is not None and name in cls.model_fields}
         given = {name for name in given if values[name] not in (cls.model_fields[name].default, filled.get(name))}
         readers = {s.name: s.reads for s in map(settings.get, settings.names())}

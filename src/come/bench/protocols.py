@@ -19,9 +19,9 @@ from come import corruptions
 from come.bench import settings
 from come.bench.cell import Count, Description, Text, Texts, spelled
 from come.bench.data import opening
-from come.bench.data.embedded import SIZE
+from come.bench.data.embedded import FashionSource
 from come.bench.data.source import Source
-from come.bench.models import GLYPHS, NORMALIZATIONS, Model, fingerprint
+from come.bench.models import EMBEDDED, NORMALIZATIONS, Model, fingerprint
 from come.bench.plan import QUICK, Plan
 from come.bench.record import Amount, Record
 from come.errors import ConfigError, InputError, ModelError, shown
@@ -153,8 +153,8 @@ class Protocol(Description):
         """All of it as a paragraph for a paper, in lines of at most 80 characters.
 
         Example:
-            >>> print(get("glyphs").paragraph()[:60])
-            Protocol glyphs: the embedded ViT on the embedded data. The
+            >>> print(get("fashion").paragraph()[:60])
+            Protocol fashion: the embedded ViT on the embedded data. The
         """
         plan, setting = self.plan, settings.get(self.plan.setting)
         normal = NORMALIZATIONS[plan.normalization]
@@ -255,7 +255,7 @@ def names() -> list[str]:
 
     Example:
         >>> names()[0]
-        'glyphs'
+        'fashion'
     """
     return _filled().names()
 
@@ -264,8 +264,8 @@ def get(name: str) -> Protocol:
     """The protocol of that name.
 
     Example:
-        >>> get("glyphs").plan.model
-        'glyphs-vit'
+        >>> get("fashion").plan.model
+        'fashion-vit'
     """
     return _filled().get(name)
 
@@ -292,15 +292,15 @@ VAL2K = (
 VAL2K_NAMES = "6637e53678f2203b12848e32019ef0ea0210799ea66796fcb3bbc552b043d844"
 
 
-def _glyphs() -> Protocol:
+def _embedded() -> Protocol:
     """Hash and number stand beside the weights, so that they change together."""
-    model = next(iter(GLYPHS))
-    about = json.loads((files("come.bench") / "weights" / f"{model.replace('-', '_')}.json").read_text())
+    model = next(iter(EMBEDDED))
+    about = json.loads((files("come.bench") / "embedded" / f"{model.replace('-', '_')}.json").read_text())
     return Protocol(
-        name="glyphs",
+        name="fashion",
         summary="the embedded ViT on the embedded data",
-        plan=Plan(model=model, corruptions=QUICK),
-        images=SIZE,
+        plan=Plan(model=model, corruptions=STANDARD),
+        images=len(FashionSource()),
         weights_sha256=about.get("sha256"),
         data="embedded",
         no_adapt=about.get("no_adapt"),
@@ -337,7 +337,7 @@ def _filled() -> Registry[Protocol]:
 
 def _ours() -> tuple[Protocol, ...]:
     return (
-        _glyphs(),
+        _embedded(),
         Protocol(
             name="come-vit-b",
             summary="ViT-B/16 on ImageNet-C as in the COME paper",

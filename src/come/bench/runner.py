@@ -221,7 +221,7 @@ class Bench:
         self.protocol = protocol
         self.plan, self._on_bad_image, self._streams = plan, on_bad_image, tuple(streams)
         require(0 <= shard[0] < shard[1], "shard", shard, "(i, n) with 0 <= i < n")
-        here = source is not None or plan.data.startswith("glyphs")
+        here = source is not None or plan.data.partition(":")[0] == "fashion"
         cores = os.cpu_count() or 1 if cluster is None else int(cluster.cpus) - 1
         self._workers = workers if workers is not None else 0 if here else max(0, min(4, cores))
         require_int("workers", self._workers, 0)
@@ -246,7 +246,7 @@ class Bench:
         replay = (
             hashlib.sha256("".join(sorted(s.digest for s in streams)).encode()).hexdigest()[:16] if streams else None
         )
-        embedded = plan.model in models.GLYPHS
+        embedded = plan.model in models.EMBEDDED
         weights = None if embedded else (self._weights_sha256 or models.fingerprint(self._model.module))[:16]
         found = {"replay": replay, "weights": weights, "images": self._source.digest()}
         found |= {"total": None, "edition": None} if streams else {}

@@ -34,9 +34,9 @@ class Setting:
     """A generator of episodes and what a grid must know of it.
 
     Example:
-        >>> from come.bench.data import GlyphSource
+        >>> from come.bench.data import FashionSource
         >>> cell = Cell(method="tent", objective="come", corruptions=("fog", "snow"), size=10)
-        >>> [e.stream.domain for e in get("standard").episodes(cell, GlyphSource(size=10), None)]
+        >>> [e.stream.domain for e in get("standard").episodes(cell, FashionSource(size=10), None)]
         ['fog', 'snow']
     """
 
@@ -99,9 +99,9 @@ def samples(cell: Cell, source: Source) -> Sequence[int]:
     They follow from the seed: every method, objective and corruption has the same.
 
     Example:
-        >>> from come.bench.data import GlyphSource
+        >>> from come.bench.data import FashionSource
         >>> cell = Cell(method="tent", objective="come", corruptions=("fog",), size=3)
-        >>> samples(cell, GlyphSource(size=100))
+        >>> samples(cell, FashionSource(size=100))
         [32, 41, 49]
     """
     if cell.size >= len(source):

@@ -2,7 +2,7 @@
 
 from torch.utils.data import Dataset
 
-from come.bench.data import DatasetSource, Glyphs
+from come.bench.data import DatasetSource, FashionSource
 from come.bench.data.opening import Kind
 from come.bench.settings import Setting, get
 from come.errors import require_int
@@ -13,24 +13,24 @@ class Negatives(Dataset):
     """Pairs of a uint8 image (3, H, W), or a PIL image, and its label: any data set of torch will do."""
 
     def __init__(self, size):
-        self.characters = Glyphs("test", size)
+        self.photographs = FashionSource(size=size)
 
     def __len__(self):
-        return len(self.characters)
+        return len(self.photographs)
 
     def __getitem__(self, i):
-        image, label = self.characters[i]
-        return 255 - image, label
+        images, labels, _ = self.photographs.load([i])
+        return 255 - images[0], labels[0].item()
 
 
 def _open(spec, rest, preprocess, on_bad_image):
     """From `negatives` or `negatives:SIZE`."""
     size = literal(rest) if rest else 1920
     require_int("SIZE of negatives:SIZE", size, 1)
-    return DatasetSource(Negatives(size), num_classes=100, name=spec, preprocess=preprocess)
+    return DatasetSource(Negatives(size), num_classes=8, name=spec, preprocess=preprocess)
 
 
-negatives = Kind("negatives[:SIZE]", "the embedded characters in negative", _open)
+negatives = Kind("negatives[:SIZE]", "the embedded photographs in negative", _open)
 
 
 def _backwards(*world):

@@ -34,7 +34,7 @@ import come
 from come.bench import models
 from come.bench.checkpoints import first_line
 from come.bench.cli.options import Debug, Json
-from come.bench.data.embedded import GlyphSource
+from come.bench.data.embedded import FashionSource
 from come.bench.data.source import Loaded
 from come.bench.data.store import room
 from come.bench.downloads import no_answer
@@ -219,8 +219,8 @@ def _loss(device: str, precision: Precision) -> float:
 
 
 def _models() -> Iterator[Check]:
-    loaded = GlyphSource(size=IMAGES).load(range(IMAGES))
-    for name in models.GLYPHS:
+    loaded = FashionSource(size=IMAGES).load(range(IMAGES))
+    for name in models.EMBEDDED:
         yield from _checked(name, partial(_model, name, loaded))
 
 

@@ -25,7 +25,7 @@ Device = Annotated[str, typer.Option(rich_help_panel=WHERE, help="cpu, cuda, cud
 Workers = Annotated[
     int | None,
     typer.Option(
-        rich_help_panel=WHERE, help="Threads that decode images. \\[0 for glyphs, else up to 4]", show_default=False
+        rich_help_panel=WHERE, help="Threads that decode images. \\[0 for the embedded data, else up to 4]", show_default=False
     ),
 ]
 Jobs = Annotated[

@@ -1,9 +1,8 @@
 """Sources of images, streams made of them, and the way from a stream to batches on a device."""
 
 from come.bench.data.cifar import CifarCSource
-from come.bench.data.embedded import GlyphOutlierSource, GlyphSource
+from come.bench.data.embedded import FashionOutlierSource, FashionSource
 from come.bench.data.folders import FolderSource, ImageNetCSource
-from come.bench.data.glyphs import GlyphOutliers, Glyphs
 from come.bench.data.huggingface import HuggingFaceSource
 from come.bench.data.imagenet import ImageNetSource
 from come.bench.data.loading import Account, Batch, batches
@@ -21,11 +20,9 @@ __all__ = [
     "Batch",
     "CifarCSource",
     "DatasetSource",
+    "FashionOutlierSource",
+    "FashionSource",
     "FolderSource",
-    "GlyphOutlierSource",
-    "GlyphOutliers",
-    "GlyphSource",
-    "Glyphs",
     "HuggingFaceSource",
     "ImageNetCSource",
     "ImageNetSource",

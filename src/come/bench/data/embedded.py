@@ -1,92 +1,106 @@
-"""The embedded benchmark: images drawn on the fly, nothing to download."""
+"""The embedded data: photographs of clothes, a part of Fashion-MNIST (Zalando, MIT licence), nothing to download."""
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from importlib.resources import files
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 
-from come.bench.data.glyphs import GlyphOutliers, Glyphs
-from come.bench.data.glyphs_textures import SIDE
 from come.bench.data.source import Loaded, Source
-from come.errors import InputError, unknown
+from come.errors import InputError, require_int, unknown
 
-SIZE = 1920
-"""Images by default: 30 batches of 64, what the default run does in about two minutes on two cores."""
-MAX_IMAGES = 1_000_000
+CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+"""Those of Fashion-MNIST, in its order."""
+KNOWN = CLASSES[:8]
+"""The classes of the embedded models. The two others are held out: no model was trained on them, they are outliers."""
+OUTLIERS = {"near": "ankle boot", "far": "bag"}
+"""One is like sneakers and sandals, one is like no known class."""
+SIDE, BORDER = 28, 2
 
 
-class _Drawn(Source):
-    _data: Glyphs | GlyphOutliers
+@lru_cache
+def _read(part: str) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, 32, 32) uint8 with a black border, and labels (N,), of the part "test", "outliers" or "source"."""
+    folder = files("come.bench") / "embedded"
+    labels = torch.tensor([int(digit) for digit in json.loads((folder / "fashion_labels.json").read_text())[part]])
+    sheet = np.asarray(Image.open(io.BytesIO((folder / f"fashion_{part}.png").read_bytes())))
+    rows, columns = (pixels // SIDE for pixels in sheet.shape)
+    images = sheet.reshape(rows, SIDE, columns, SIDE).swapaxes(1, 2).reshape(-1, 1, SIDE, SIDE)[: len(labels)]
+    return F.pad(torch.from_numpy(images.copy()), [BORDER] * 4).expand(-1, 3, -1, -1), labels
+
+
+class FashionSource(Source):
+    """Test images of the eight known classes of Fashion-MNIST, (3, 32, 32).
+
+    Args:
+        name: the specification.
+        size: the first ones only; they are in no order of classes. None is all of them.
+
+    Example:
+        >>> source = FashionSource(size=200)
+        >>> source.load([0, 1]).images.shape, source.num_classes
+        (torch.Size([2, 3, 32, 32]), 8)
+    """
+
     at_hand = True
 
-    @cached_property
-    def _kept(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Images, 3 kB each, and labels, and which of them are drawn already."""
-        size = len(self)
-        images = torch.empty(size, 3, SIDE, SIDE, dtype=torch.uint8)
-        return images, torch.empty(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_kept"}  # another process draws its own
+    def __init__(self, name: str = "fashion", size: int | None = None) -> None:
+        images, labels = _read("test")
+        self.name, self.num_classes = name, len(KNOWN)
+        if size is not None:
+            require_int("size", size, 1)
+            if size > len(labels):
+                raise InputError(f"{name} asks for {size} images; the embedded data has {len(labels)}")
+        self._images, self._labels = images[:size], labels[:size]
 
     def __len__(self) -> int:
         """Number of samples."""
-        return len(self._data)
+        return len(self._labels)
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Draw, or look up what was drawn before."""
+        """Look them up."""
         chosen = torch.tensor(self._known(indices), dtype=torch.int64)
-        images, labels, drawn = self._kept
-        missing = torch.unique(chosen[~drawn[chosen]])
-        if len(missing):
-            images[missing], labels[missing] = self._data.batch(missing.tolist())
-            drawn[missing] = True
-        return Loaded(images[chosen], labels[chosen], chosen)
-
-
-class GlyphSource(_Drawn):
-    """Characters of 100 classes, (3, 32, 32).
-
-    Example:
-        >>> source = GlyphSource(size=200)
-        >>> source.load([0, 1]).images.shape, source.num_classes
-        (torch.Size([2, 3, 32, 32]), 100)
-    """
-
-    _data: Glyphs
-
-    def __init__(self, name: str = "glyphs", size: int = SIZE) -> None:
-        self.name = name
-        self._data = Glyphs("test", size)
-        self.num_classes = len(self._data.classes)
+        return Loaded(self._images[chosen], self._labels[chosen], chosen)
 
     def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64; nothing is drawn for them."""
-        return self._data.labels()
+        """The labels of all samples, (N,) int64."""
+        return self._labels
 
     def source_images(self, count: int) -> Tensor:
-        """Images of the split that is kept for this, (count, 3, 32, 32) uint8."""
-        if not 1 <= count <= MAX_IMAGES:
-            raise InputError(f"source-size must be from 1 to {MAX_IMAGES}, got {count}")
-        return Glyphs("source", count).batch(range(count))[0]
+        """Training images that no embedded model was trained on, (N, 3, 32, 32) uint8; at most as many as there are."""
+        return clean_source()[0][:count].clone()
 
 
-class GlyphOutlierSource(_Drawn):
-    """Images of no class, (3, 32, 32): characters of other scripts ("near") or textures ("far").
+class FashionOutlierSource(FashionSource):
+    """Test images of the two held-out classes, (3, 32, 32); "near" and "far" are one of them each.
 
     Example:
-        >>> GlyphOutlierSource("glyph-outliers:far", "far", size=50).load([0]).labels
+        >>> FashionOutlierSource("fashion-outliers:far", "far").load([0]).labels
         tensor([-1])
     """
 
-    num_classes = 0
+    def __init__(self, name: str = "fashion-outliers", kind: str = "") -> None:
+        if kind and kind not in OUTLIERS:
+            raise unknown("kind of fashion outliers", kind, OUTLIERS)
+        images, labels = _read("outliers")
+        wanted = [CLASSES.index(OUTLIERS[kind])] if kind else range(len(KNOWN), len(CLASSES))
+        chosen = torch.isin(labels, torch.tensor(list(wanted)))
+        self.name, self.num_classes = name, 0
+        self._images = images[chosen]
+        self._labels = torch.full((len(self._images),), -1)
 
-    def __init__(self, name: str, kind: str, size: int = SIZE) -> None:
-        if kind not in ("near", "far"):
-            raise unknown("kind of glyph outliers", kind, ("near", "far"))
-        self.name = name
-        self._data = GlyphOutliers(kind, size)  # type: ignore[arg-type]
+
+def clean_source() -> tuple[Tensor, Tensor]:
+    """512 training images (N, 3, 32, 32) uint8 that no embedded model was trained on, and their labels (N,).
+
+    For what needs clean source images: EATA's Fisher matrix, and a threshold for abstaining.
+    """
+    return _read("source")

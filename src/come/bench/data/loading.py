@@ -129,10 +129,10 @@ def batches(
     up the time that the consumer waited for data: on a GPU it must stay a small share, and every record says how large it was.
 
     Example:
-        >>> from come.bench.data import GlyphSource
+        >>> from come.bench.data import FashionSource
         >>> from come.bench.data.preprocess import Preprocess
-        >>> source = GlyphSource(size=100)
-        >>> stream = Stream.shuffled("glyphs", 100, corruption="fog", severity=5, seed=0)
+        >>> source = FashionSource(size=100)
+        >>> stream = Stream.shuffled("fashion", 100, corruption="fog", severity=5, seed=0)
         >>> [len(b.labels) for b in batches(source, stream, Preprocess(32), batch_size=64)]
         [64, 36]
     """

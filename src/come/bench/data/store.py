@@ -89,8 +89,8 @@ class Kept(_Around):
         shifts: which (corruption, severity) are, for a source that holds some.
 
     Example:
-        >>> from come.bench.data import GlyphSource
-        >>> kept = Kept(GlyphSource(size=8))
+        >>> from come.bench.data import FashionSource
+        >>> kept = Kept(FashionSource(size=8))
         >>> kept.holds_all([3, 4]), len(kept.load([3, 4]).labels), kept.holds_all([3, 4])
         (False, 2, True)
     """

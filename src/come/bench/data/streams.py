@@ -39,7 +39,7 @@ class Stream(Description):
     """The order of the samples and what happens to them.
 
     Args:
-        data: specification of the source, e.g. "glyphs".
+        data: specification of the source, e.g. "fashion".
         order: indices into the source, first to last; of an outlier, into the outlier source.
         shifts: (corruption, severity) of each kind of sample in the stream; a corruption of None is a clean image.
         then: for each kind what is done to its samples next, in the same form; empty if nothing is.
@@ -49,7 +49,7 @@ class Stream(Description):
         outliers: specification of the outlier source, if there are outliers.
 
     Example:
-        >>> stream = Stream.shuffled("glyphs", 5, corruption="fog", severity=5, seed=1)
+        >>> stream = Stream.shuffled("fashion", 5, corruption="fog", severity=5, seed=1)
         >>> stream.order, stream.domain
         ((0, 4, 2, 3, 1), 'fog')
         >>> len(stream.digest)

@@ -20,7 +20,7 @@ from torch import Tensor
 from come import corruptions
 from come.bench.demo.closed import Closed
 from come.bench.demo.stream import CLEAN, METHODS, RATES, RECENT, RISK, Choice, Scene, watch
-from come.bench.models import GLYPHS
+from come.bench.models import EMBEDDED
 from come.errors import ComeError
 
 VISITORS = 8
@@ -30,7 +30,7 @@ WAITING = 100
 
 WORDS = """# Test-time adaptation, side by side
 
-A model was trained on clean characters and now meets corrupted ones, without labels. Four copies see the same stream:
+A model was trained on clean photographs of clothes and now meets corrupted ones, without labels. Four copies see the same stream:
 **No Adapt** stays as it is, **EM** minimizes entropy, **COME** minimizes the entropy of an opinion that can say "I do not
 know", and **Steady** is what we recommend. Each abstains where it must to keep wrong answers below {risk:.0%} *on clean
 images*; under corruption that is no promise. Confidence is the largest softmax probability. All of it runs on the machine
@@ -110,7 +110,7 @@ def build() -> gr.Blocks:
                 gr.Slider(1, 5, value=first.severity, step=1, label="Severity"),
                 gr.Dropdown([(f"x {r:g}", r) for r in RATES], value=first.rate, label="Learning rates"),
                 gr.Dropdown(list(METHODS), value=first.method, label="Method of EM and COME"),
-                gr.Dropdown(list(GLYPHS), value=first.model, label="Model"),
+                gr.Dropdown(list(EMBEDDED), value=first.model, label="Model"),
                 gr.Checkbox(first.guard, label="The guard undoes a collapse"),
             ]
         with gr.Row():

@@ -15,8 +15,8 @@ import come
 from come import corruptions, methods
 from come.bench import models
 from come.bench.cell import Description, Severity
-from come.bench.data import Batch, Glyphs, GlyphSource, Stream, batches
-from come.bench.data.glyphs_fonts import CLASSES
+from come.bench.data import Batch, FashionSource, Stream, batches
+from come.bench.data.embedded import KNOWN, clean_source
 from come.bench.measure import Table
 from come.bench.record import Rows
 from come.errors import require, unknown
@@ -29,8 +29,6 @@ METHODS = ("tent", "eata", "sar", "deyo")
 """Those of the paper and after that take an objective and one or two forwards."""
 RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 BATCH = 64
-CALIBRATION = 512
-"""Clean source images that the threshold for abstaining is chosen on."""
 RISK = 0.05
 """Share of wrong answers that is promised on such images."""
 EXAMPLES = 6
@@ -57,7 +55,7 @@ class Choice(Description):
     """Factor on the learning rate of every method that has one."""
     method: Literal["tent", "eata", "sar", "deyo"] = "tent"
     """What EM and COME are the objective of."""
-    model: Literal["glyphs-vit", "glyphs-resnet"] = "glyphs-resnet"
+    model: Literal["fashion-vit", "fashion-resnet-gn", "fashion-resnet-bn"] = "fashion-resnet-bn"
     guard: bool = True
     """Whether the guard undoes a collapse; otherwise it reports it."""
 
@@ -183,7 +181,7 @@ class Scene:
     def example(self, lane: Lane, place: int) -> tuple[str, str, float, bool]:
         """Of the image at that place: what it shows, what a method says, how sure it is, and whether it abstains."""
         row = {name: values[BATCH * (self.number - 1) + place] for name, values in lane.rows.items()}
-        label, prediction = (CLASSES[int(row[name])] for name in ("label", "prediction"))
+        label, prediction = (KNOWN[int(row[name])] for name in ("label", "prediction"))
         return label, prediction, row["softmax"].item(), bool(row["abstain"])
 
 
@@ -193,19 +191,14 @@ def _model(name: str) -> models.Model:
 
 
 @lru_cache
-def _data() -> GlyphSource:
-    return GlyphSource()
-
-
-@lru_cache
-def _clean() -> tuple[Tensor, Tensor]:
-    return Glyphs("source", CALIBRATION).batch(range(CALIBRATION))
+def _data() -> FashionSource:
+    return FashionSource()
 
 
 def lanes(choice: Choice) -> list[Lane]:
     """No Adapt, the chosen method with EM and with COME, and the recommended one; calibrated, before the first batch."""
     model = _model(choice.model)
-    images, labels = (torch.split(part, BATCH) for part in _clean())
+    images, labels = (torch.split(part, BATCH) for part in clean_source())
     source = [(model.preprocess(x), y) for x, y in zip(images, labels, strict=True)]
     name = methods.get(choice.method).__name__
     wanted = {
@@ -235,7 +228,7 @@ def watch(choice: Choice) -> Iterator[Scene]:
     """Run the embedded stream, batch by batch; runs share a model and images, and nothing that changes."""
     running, data, preprocess = lanes(choice), _data(), _model(choice.model).preprocess
     corruption = None if choice.corruption == CLEAN else choice.corruption
-    stream = Stream.shuffled("glyphs", len(data), corruption=corruption, severity=choice.severity, seed=0)
+    stream = Stream.shuffled("fashion", len(data), corruption=corruption, severity=choice.severity, seed=0)
     total = -(-len(data) // BATCH)
     for number, batch in enumerate(batches(data, stream, preprocess, batch_size=BATCH), start=1):
         for lane in running:

@@ -1,6 +1,6 @@
 """What was measured next to what the paper printed, and what agrees.
 
-On ImageNet-C with the paper's model numbers can be compared one by one. On other data, such as the embedded `glyphs`, only two
+On ImageNet-C with the paper's model numbers can be compared one by one. On other data, such as the embedded `fashion`, only two
 questions have an answer: does COME change the same methods in the same direction, and do the methods come in the same order.
 Whether a measured change is one is decided by its interval (`come.bench.statistics`), not by its size.
 """

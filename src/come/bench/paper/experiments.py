@@ -11,7 +11,7 @@ from come.bench.plan import QUICK, Plan
 from come.errors import unknown
 
 PAPER_MODELS = {"ViT-B/16": "timm:vit_base_patch16_224", "ResNet-50-BN": "timm:resnet50"}
-GLYPH_MODELS = {"ViT-B/16": "glyphs-vit", "ResNet-50-BN": "glyphs-resnet"}
+EMBEDDED_MODELS = {"ViT-B/16": "fashion-vit", "ResNet-50-BN": "fashion-resnet-bn"}
 KEEPS = ("tent", "tent:keep=0.9", "tent:keep=0.7", "tent:keep=0.5", "tent:keep=0.3", "tent:keep=0.1")
 
 
@@ -35,20 +35,20 @@ class Experiment:
     """Further options of the plan."""
     model: str = "ViT-B/16"
 
-    def plan(self, *, model: str | None = None, data: str = "glyphs", full: bool = False, **options: Any) -> Plan:
+    def plan(self, *, model: str | None = None, data: str = "fashion", full: bool = False, **options: Any) -> Plan:
         """The grid on the user's model and data.
 
         Args:
-            model: by default the paper's, or the embedded one of its family on `glyphs`.
-            data: by default `glyphs`.
-            full: all corruptions and images also on `glyphs`, where by default one corruption of each group is used, and 1,000
+            model: by default the paper's, or the embedded one of its family on `fashion`.
+            data: by default `fashion`.
+            full: all corruptions and images also on `fashion`, where by default one corruption of each group is used, and 1,000
                 images if MEMO or TEA are among the methods, so that a CPU gets through.
             **options: further fields of `Plan`; they win.
         """
-        embedded = data.partition(":")[0] == "glyphs"
+        embedded = data.partition(":")[0] == "fashion"
         wanted = self.methods or tuple(dict.fromkeys(row.method for row in paper.get(self.tables[0]).rows))
         chosen: dict[str, Any] = {
-            "model": model or (GLYPH_MODELS if embedded else PAPER_MODELS)[self.model],
+            "model": model or (EMBEDDED_MODELS if embedded else PAPER_MODELS)[self.model],
             "data": data,
             "methods": tuple(name for name in wanted if name != "average"),
             "objectives": self.objectives,
