@@ -4,10 +4,12 @@ apt-get install dataset-fashion-mnist                     # or the four files of
 python training/fashion.py pack /usr/share/datasets/fashion-mnist src/come/bench/embedded
 python training/fashion.py train /usr/share/datasets/fashion-mnist src/come/bench/embedded --only fashion-vit
 
-Two of the ten classes, bag and ankle boot, are held out of training: they are the outliers of the open world. `pack` writes the
+Two of the ten classes, shirt and bag, are held out of training: they are the outliers of the open world. `pack` writes the
 first `SHOWN` test images of each class, and the last `SOURCE` training images of each known class, which no model is trained on
 (for EATA's Fisher matrix and for calibration). `train` trains on all other images of the eight known classes, for the longest
-of `EPOCHS` that meets `CRITERION`; this is about the source model alone, and was fixed before any method ran on it.
+of `EPOCHS` that meets `CRITERION`, else for the shortest that meets its part about clean images. The criterion is about the
+source model alone, and was fixed before any method ran on one. With GroupNorm nothing was found that meets it: such a network
+normalizes each image, which undoes much of fog, brightness and contrast.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,14 @@ from torch.nn import functional as F
 from come.bench.models import build_embedded, fingerprint
 from come.corruptions import corrupt, names
 
-KNOWN, HELD_OUT = range(8), range(8, 10)
+HELD_OUT = (6, 8)
+"""Shirt, which looks like T-shirts, pullovers and coats, and bag, which looks like nothing else."""
+KNOWN = tuple(label for label in range(10) if label not in HELD_OUT)
 SHOWN, SOURCE = 400, 64
 COLUMNS = 50
 CRITERION = {"clean": (0.88, 1.0), "severity 5": (0.35, 0.65)}
 """What a source model must reach; severity 5 is the mean over the paper's 15 corruptions."""
-EPOCHS = (16, 8, 4, 2)
+EPOCHS = (8, 6, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,16 @@ class Embedded(zoo.Recipe):
         return build_embedded(self.kind, self.norm, self.arguments)
 
 
-VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 96, "depth": 4, "num_heads": 3}
+VIT = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 4}
 RESNET = {"layers": [1, 1, 1, 1], "channels": [16, 32, 64, 128], "stem_type": "deep", "stem_width": 8}
 MODELS = {
     "fashion-vit": Embedded(arguments=VIT),
     "fashion-resnet-gn": Embedded(kind="resnet", norm="group", optimizer="sgd", arguments=RESNET),
-    "fashion-resnet-bn": Embedded(kind="resnet", norm="batch", smoothing=0.1, arguments=RESNET),
+    "fashion-resnet-bn": Embedded(kind="resnet", norm="batch", optimizer="sgd", arguments=RESNET),
 }
 
 
-def chosen(labels: np.ndarray, classes: range, count: int, last: bool = False) -> np.ndarray:
+def chosen(labels: np.ndarray, classes: Sequence[int], count: int, last: bool = False) -> np.ndarray:
     """The first, or last, `count` images of each of these classes, in the order of the file."""
     places = [np.flatnonzero(labels == label) for label in classes]
     return np.sort(np.concatenate([place[-count:] if last else place[:count] for place in places]))
@@ -86,22 +91,21 @@ def pack(folder: Path, out: Path) -> None:
     labels = {}
     for name, ((images, answers), places) in parts.items():
         n, side = len(places), images.shape[1]
-        sheet = images[places].reshape(-1, COLUMNS, side, side) if n % COLUMNS == 0 else None
-        if sheet is None:  # fill the last row with black
-            full = np.zeros((-(-n // COLUMNS) * COLUMNS, side, side), np.uint8)
-            full[:n] = images[places].squeeze(-1)
-            sheet = full.reshape(-1, COLUMNS, side, side)
-        picture = Image.fromarray(sheet.transpose(0, 2, 1, 3).reshape(-1, COLUMNS * side))
+        sheet = np.zeros((-(-n // COLUMNS) * COLUMNS, side, side), np.uint8)  # the last row is filled with black
+        sheet[:n] = images[places].squeeze(-1)
+        rows = sheet.reshape(-1, COLUMNS, side, side).transpose(0, 2, 1, 3)
+        picture = Image.fromarray(rows.reshape(-1, COLUMNS * side))
         picture.save(out / f"fashion_{name}.png", optimize=True)
-        labels[name] = "".join(str(label) for label in answers[places])
+        labels[name] = "".join(str(label) for label in answers[places])  # of Fashion-MNIST
     (out / "fashion_labels.json").write_text(json.dumps(labels) + "\n")
     print(sum(file.stat().st_size for file in out.glob("fashion_*")), "bytes")
 
 
 def tensors(images: np.ndarray, labels: np.ndarray, places: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) uint8 with a black border, and labels (N,)."""
+    """Images (N, 3, 32, 32) uint8 with a black border, and labels (N,), the place of the class in `KNOWN`."""
     x = torch.from_numpy(images[places]).to(device).permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
-    return F.pad(x, [2] * 4).contiguous(), torch.from_numpy(labels[places]).to(device).long()
+    y = torch.from_numpy(np.searchsorted(KNOWN, labels[places])).to(device)
+    return F.pad(x, [2] * 4).contiguous(), y
 
 
 def shifted(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
@@ -110,8 +114,9 @@ def shifted(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
     return {name: zoo.accuracy(model, corrupt(x, name, 5, index=index), y)[0] / 100 for name in names("standard")}
 
 
-def met(found: dict[str, float]) -> bool:
-    return all(low <= found[name] <= high for name, (low, high) in CRITERION.items())
+def met(found: dict[str, float], name: str) -> bool:
+    low, high = CRITERION[name]
+    return low <= found[name] <= high
 
 
 def train(name: str, folder: Path, out: Path, device: torch.device, epochs: tuple[float, ...], steps: int | None) -> None:
@@ -122,6 +127,7 @@ def train(name: str, folder: Path, out: Path, device: torch.device, epochs: tupl
     x, y = tensors(images, labels, places, device)
     tests = zoo.fashion(folder, "t10k")
     x_test, y_test = tensors(*tests, chosen(tests[1], KNOWN, SHOWN), device)
+    kept = None
     for count in epochs:
         recipe, began = replace(MODELS[name], epochs=count), time.monotonic()
         model = zoo.train(recipe, {"fashion": (x, y)}, device, steps)
@@ -129,15 +135,21 @@ def train(name: str, folder: Path, out: Path, device: torch.device, epochs: tupl
         clean, sure, _ = zoo.accuracy(model, x_test, y_test)
         each = shifted(model, x_test, y_test)
         found = {"clean": clean / 100, "severity 5": sum(each.values()) / len(each)}
-        good = met(found)
+        good = met(found, "severity 5")
         print(
-            f"{name}, {count} epochs: clean {clean:.1f}% (confidence {sure:.1f}%), severity 5 "
-            f"{100 * found['severity 5']:.1f}%, criterion {'met' if good else 'not met'}, {time.monotonic() - began:.0f} s",
+            f"{name}, {count:g} epochs: clean {clean:.1f}% (confidence {sure:.1f}%), severity 5 "
+            f"{100 * found['severity 5']:.1f}%, {time.monotonic() - began:.0f} s",
             flush=True,
         )
         print("  " + ", ".join(f"{key} {100 * value:.0f}" for key, value in each.items()), flush=True)
+        if not met(found, "clean") and kept is not None:
+            break
+        kept = recipe, model, found
         if good:
             break
+    assert kept is not None
+    recipe, model, found = kept
+    print(f"kept: {recipe.epochs:g} epochs, criterion {'met' if all(met(found, n) for n in CRITERION) else 'not met'}")
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{name.replace('-', '_')}.safetensors"
     save_file(zoo.saved(model), file, metadata={"format": "pt"})
@@ -156,7 +168,6 @@ def train(name: str, folder: Path, out: Path, device: torch.device, epochs: tupl
         "clean": found["clean"],
         "severity_5": found["severity 5"],
         "sha256": fingerprint(model),
-        "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
     }
     file.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")

@@ -183,7 +183,8 @@ def build_embedded(kind: str, norm: str, arguments: dict[str, Any]) -> nn.Module
     else:
         layer: Any = nn.BatchNorm2d if norm == "batch" else partial(GroupNorm, num_groups=8)
         module = ResNet(BasicBlock, num_classes=len(KNOWN), norm_layer=layer, **arguments)
-        module.maxpool = nn.Identity()  # 32 x 32 pixels: the stem halves them once, not twice
+        # 32 x 32 pixels: the stem does not halve them
+        module.conv1, module.maxpool = nn.Conv2d(3, module.conv1[-1].out_channels, 3, 1, 1, bias=False), nn.Identity()
     built: nn.Module = module
     return built
 

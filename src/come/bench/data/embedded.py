@@ -19,10 +19,10 @@ from come.errors import InputError, require_int, unknown
 
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 """Those of Fashion-MNIST, in its order."""
-KNOWN = CLASSES[:8]
-"""The classes of the embedded models. The two others are held out: no model was trained on them, they are outliers."""
-OUTLIERS = {"near": "ankle boot", "far": "bag"}
-"""One is like sneakers and sandals, one is like no known class."""
+OUTLIERS = {"near": "shirt", "far": "bag"}
+"""No embedded model was trained on these two: one is like T-shirts, pullovers and coats, one is like no known class."""
+KNOWN = tuple(name for name in CLASSES if name not in OUTLIERS.values())
+"""The eight classes of the embedded models."""
 SIDE, BORDER = 28, 2
 
 
@@ -59,7 +59,7 @@ class FashionSource(Source):
             require_int("size", size, 1)
             if size > len(labels):
                 raise InputError(f"{name} asks for {size} images; the embedded data has {len(labels)}")
-        self._images, self._labels = images[:size], labels[:size]
+        self._images, self._labels = images[:size], known(labels[:size])
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -91,8 +91,8 @@ class FashionOutlierSource(FashionSource):
         if kind and kind not in OUTLIERS:
             raise unknown("kind of fashion outliers", kind, OUTLIERS)
         images, labels = _read("outliers")
-        wanted = [CLASSES.index(OUTLIERS[kind])] if kind else range(len(KNOWN), len(CLASSES))
-        chosen = torch.isin(labels, torch.tensor(list(wanted)))
+        wanted = [OUTLIERS[kind]] if kind else list(OUTLIERS.values())
+        chosen = torch.isin(labels, torch.tensor([CLASSES.index(name) for name in wanted]))
         self.name, self.num_classes = name, 0
         self._images = images[chosen]
         self._labels = torch.full((len(self._images),), -1)
@@ -103,4 +103,10 @@ def clean_source() -> tuple[Tensor, Tensor]:
 
     For what needs clean source images: EATA's Fisher matrix, and a threshold for abstaining.
     """
-    return _read("source")
+    images, labels = _read("source")
+    return images, known(labels)
+
+
+def known(labels: Tensor) -> Tensor:
+    """From the numbers of `CLASSES` to those of `KNOWN`."""
+    return torch.bucketize(labels, torch.tensor([CLASSES.index(name) for name in KNOWN]))

@@ -37,7 +37,7 @@ _OURS: dict[str, Kind] = {
     ),
     "fashion-outliers": Kind(
         "fashion-outliers[:near|far]",
-        "embedded: the other two classes, ankle boots (near) and bags (far), for the open-world setting",
+        "embedded: the other two classes, shirts (near) and bags (far), for the open-world setting",
         lambda name, rest, *_: FashionOutlierSource(name, rest),
     ),
     "folder": Kind(
