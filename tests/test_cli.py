@@ -61,7 +61,7 @@ def test_report_and_compare_of_a_finished_run(tmp_path, monkeypatch, capsys):
     code, out, err = call(monkeypatch, capsys, "compare", run, run, "--json")
     assert (code, err) == (0, "")
     rows = [row for row in json.loads(out)["rows"] if row["metric"] == "accuracy"]
-    assert [(row["method"], row["difference"], row["change"]) for row in rows] == [
+    assert [(row["method"], row["gain"], row["change"]) for row in rows] == [
         *(("source", 0.0, "same"), ("tent", 0.0, "same"), ("tent", 0.0, "same"))
     ]
 

@@ -23,7 +23,7 @@ PLAN = {"objectives": ("em",), "corruptions": ("contrast", "fog"), "limit": 96, 
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     run(Plan(methods=("source", "tent"), **PLAN), root / "a")
-    run(Plan(methods=("source", "tent"), **PLAN, hyper={"tent": {"lr": 0.5}}), root / "broken")
+    run(Plan(methods=("source", "tent"), **PLAN, hyper={"tent": {"lr": 0.5}}, guard=False), root / "broken")
     return {name: RunFolder.existing(root / name) for name in ("a", "broken")}
 
 
@@ -45,7 +45,7 @@ def test_a_run_is_like_itself(runs):
     }
     for change in found.changes:
         for verdict in change.verdicts.values():
-            assert (verdict.difference, verdict.p, verdict.claim) == (0.0, 1.0, "no difference found")
+            assert (verdict.gain, verdict.p, verdict.claim) == (0.0, 1.0, "no difference found")
     assert (found.differing, found.alone) == ([], (0, 0))
     assert "accuracy: 0 better, 0 worse, 6 without a difference, 0 not comparable, of 6 rows" in said(found)
 
@@ -121,9 +121,13 @@ def test_rows_are_corrected_together(tmp_path):
 
 def test_fields_that_users_change_pair_and_are_said(tmp_path):
     first = grid(tmp_path / "a", (("tent", "em"),))
-    second = grid(tmp_path / "b", (("tent", "em"),), guard=True, model="fashion-resnet-bn", checkpoint="w.safetensors")
+    second = grid(tmp_path / "b", (("tent", "em"),), guard=False, model="fashion-resnet-bn", checkpoint="w.safetensors")
     text = said(compare_runs(first, second))
-    for words in ("guard: False and True", "model: fashion-vit and fashion-resnet-bn", "checkpoint: None and w.safetensors"):
+    for words in (
+        "guard: True and False",
+        "model: fashion-vit and fashion-resnet-bn",
+        "checkpoint: None and w.safetensors",
+    ):
         assert f"differs: {words}" in text
 
 
@@ -146,7 +150,7 @@ def test_cells_of_one_run_only_are_counted(tmp_path):
 def test_a_folder_with_two_plans_is_refused(tmp_path):
     first, second = RunFolder(tmp_path / "a"), grid(tmp_path / "b", (("tent", "em"),), ("fog",))
     add(first, "tent", "em")
-    add(first, "tent", "em", guard=True)
+    add(first, "tent", "em", guard=False)
     with pytest.raises(
         come.InputError, match=r"two cells of tent \+ em on the same stream \(guard: .*give each plan its own"
     ):

@@ -262,7 +262,9 @@ def test_numbers_move_and_two_tabs_are_apart(browser, server):
 
     browser.switch_to.window(first)
     assert at(browser) == stopped
-    assert "fog, severity 2, fashion-resnet-bn, learning rates x 10" in browser.find_element("css selector", ".about").text
+    assert (
+        "fog, severity 2, fashion-resnet-bn, learning rates x 10" in browser.find_element("css selector", ".about").text
+    )
     assert [one.text for one in browser.find_elements("css selector", ".card h3")][1] == "SAR + EM"
     for name in ("accuracy", "confidence", "abstains"):
         texts = [one.text for one in browser.find_elements("css selector", f".card .{name}")]

@@ -40,7 +40,7 @@ from come.bench.report.findings import by_effect, changes, collapses, headline, 
 from come.bench.report.panels import MEASURES, looks
 from come.bench.report.reading import read
 from come.bench.report.tables import METRICS, Entry, Row, Table
-from come.bench.statistics import Verdict, verdicts
+from come.bench.statistics import Judged, Verdict, verdicts
 from come.errors import ConfigError, InputError, StateError
 
 sys.path.append(str(Path(__file__).parent / "harness"))
@@ -121,21 +121,24 @@ def test_marks_are_what_the_verdicts_found(run, judged):
         ("tent", "come", d, "accuracy"): Verdict("accuracy", 50, a, 0.1, 0.0, (a - 50,) * 2)
         for d, a in (("fog", 53), ("contrast", 47))
     }
-    marked = next(row for row in results_table(run.records(), verdicts=found).rows if not row.ran_with)
+    marked = next(row for row in results_table(run.records(), verdicts=Judged(found)).rows if not row.ran_with)
     assert [e.change for e in marked.entries] == ["better", "worse", "same", "same", "same"]
     assert [str(e)[0] for e in marked.entries[:1]] == ["△"]
     for metric in ("accuracy", "fpr"):
         table = results_table(run.records(), metric=metric, verdicts=judged)
         for row in (row for row in table.rows if not row.ran_with):
             for (domain, name), entry in zip(table.keys, row.entries, strict=True):
-                assert entry.change == judged[row.method, "come", domain, name].change
+                if name == "gain":  # Improve has it in its accuracy
+                    assert entry is None
+                else:
+                    assert entry.change == judged.changes[row.method, "come", domain, name].change
 
 
 def test_adifference_below_the_last_digit_keeps_its_direction():
-    from come.bench.report.tables import difference
+    from come.bench.report.tables import improvement
 
     found = Verdict("accuracy", 50.0, 50.01, 0.001, 0.0, (0.01,))
-    assert str(difference(Entry(50.0), Entry(50.01), found)) == "△0.0"
+    assert str(improvement(Entry(50.0), Entry(50.01), found, "accuracy")) == "△0.0"
 
 
 def test_a_metric_that_is_no_percentage_keeps_its_unit():
@@ -228,7 +231,7 @@ def test_several_learning_rates_of_a_method_are_one_table(tmp_path):
     assert [str(e) for e in table.rows[0].entries] == [found["source"]] * 3
     assert [str(e) for e in table.rows[2].entries] == [found[f"tent{m} + come"] for m in ("", ":lr=0.004", ":lr=0.016")]
     assert [e.change for e in table.rows[3].entries] == [
-        judged[m, "come", "average", "accuracy"].change for m in ("tent", "tent:lr=0.004", "tent:lr=0.016")
+        judged.changes[m, "come", "average", "accuracy"].change for m in ("tent", "tent:lr=0.004", "tent:lr=0.016")
     ]
     assert {r.cell.method for r in without_sweeps(folder.records())} == {"source", "tent", "sar"}
     write_report(folder.records(), tmp_path / "report.md", verdicts=judged)
@@ -292,7 +295,7 @@ def test_no_records_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [({"severity": 3}, "severity 5; --plan 2: severity 3"), ({"model": "x"}, "model fashion-vit; --plan 2: model x"),
-     ({"guard": True}, "guard False; --plan 2: guard True"), ({"size": 100}, "size 200; --plan 2: size 100"),
+     ({"guard": False}, "guard True; --plan 2: guard False"), ({"size": 100}, "size 200; --plan 2: size 100"),
      ({"setting": "lifelong", "rounds": 2}, "setting standard, rounds 1; --plan 2: setting lifelong, rounds 2")],
 )  # fmt: skip
 def test_plans_are_not_mixed(tmp_path, other, message):
@@ -349,17 +352,17 @@ def test_the_finding_says_who_wins_and_who_loses(tmp_path):
     found = verdicts(folder, folder.records())
     text = headline(folder.records(), found)
     assert (
-        "With COME in place of entropy minimization (em), accuracy is higher for 1 of 2 methods and is lower for 1"
+        "With COME in place of entropy minimization (em), accuracy is better for 1 of 2 methods and is worse for 1"
         in text
     )
     assert text.count("One seed: other orders of the stream may give another result; run more seeds.") == 1
-    accuracies = [judged[0].words for judged in changes(folder.records(), found).values()]
-    assert accuracies == ["higher on this stream", "lower on this stream"]
+    accuracies = [about[0].words for about in changes(folder.records(), found).values()]
+    assert accuracies == ["better on this stream", "worse on this stream"]
     write_html(folder, folder.records(), tmp_path / "r.html")
     page = Page((tmp_path / "r.html").read_text()).text
     assert page.count("One seed: other orders") == 1
     write_report(folder.records(), tmp_path / "r.md", (), found)
-    for words in ("higher for 1 of 2 methods", "accuracy higher on this stream", "95% interval"):
+    for words in ("better for 1 of 2 methods", "better on this stream", "95% interval"):
         assert words in (tmp_path / "r.md").read_text()
         assert words in page
 
@@ -630,8 +633,8 @@ def test_the_method_with_the_largest_effect_comes_first(tmp_path):
     assert by_effect(folder.records(), judged)[0] == ("sar", "em", "come")
     write_html(folder, folder.records(), tmp_path / "r.html", verdicts=judged)
     found = Page((tmp_path / "r.html").read_text())
-    words = r"The largest change: COME in place of EM takes the accuracy of sar from 9\S+% to [23]\S+% "
-    assert re.search(words + r"\(-[56]\S+ points; the source has \S+%\)\.", found.text)
+    words = r"The largest change by COME in place of EM: the accuracy of sar goes from 9\S+% to [23]\S+% "
+    assert re.search(words + r"\(-[56]\S+ points\)\.", found.text)
     buttons = [a for tag, a in found.tags if tag == "button" and "data-series" in a]
     labels = {look.series: pair[0] for pair, look in looks(folder.records()).items()}
     assert [labels[b["data-series"]] for b in buttons[:5]] == ["source", "sar", "sar", "tent", "tent"]
@@ -651,7 +654,7 @@ def test_a_table_is_a_heat_map_against_the_source(page):
 def test_averages_come_first(page):
     (heads,) = re.findall(r'<section id="accuracy">.*?<thead>(.*?)</thead>', page, re.DOTALL)
     found = re.findall(r'<button type="button">(.*?)</button>', heads)
-    assert found == ["Acc↑", "FPR↓", "FPR<br>softmax↓", "Fog", "Contr."]
+    assert found == ["Acc↑", "Gain↑", "FPR↓", "FPR<br>softmax↓", "Fog", "Contr."]
 
 
 def test_links_follow_the_page(small, tmp_path):

@@ -13,7 +13,7 @@ from come.bench.paper import experiments
 from come.bench.paper.agreement import Comparison, Line, compare
 from come.bench.paper.experiments import EXPERIMENTS, comparable
 from come.bench.record import Machine, Result
-from come.bench.statistics import Verdict, verdicts
+from come.bench.statistics import Judged, Verdict, verdicts
 
 
 def test_every_table_of_the_paper_is_regenerated_by_something():
@@ -69,7 +69,7 @@ def test_columns_and_averages_are_laid_beside_each_other():
         record("tent", "em", {"fog": {"accuracy": 0.5, "fpr": 0.7}, "snow": {"accuracy": 0.1, "fpr": 0.9}}),
         record("tent", "come", {"fog": {"accuracy": 0.6, "fpr": 0.6}, "snow": {"accuracy": 0.4, "fpr": 0.8}}),
     ]
-    found = {(c.domain, c.metric): c for c in compare(table, records, {})}
+    found = {(c.domain, c.metric): c for c in compare(table, records, Judged())}
     assert set(found) == {("fog", "accuracy"), ("snow", "accuracy"), ("average", "accuracy"), ("average", "fpr")}
     fog = {(line.method, line.objective): line for line in found["fog", "accuracy"].lines}
     assert (fog["tent", "em"].paper, fog["tent", "em"].measured) == (67.2, 50.0)
@@ -77,27 +77,29 @@ def test_columns_and_averages_are_laid_beside_each_other():
     average = found["average", "accuracy"]
     assert average.changes() == [("tent", pytest.approx(8.4), pytest.approx(20.0))]
     assert average.agreement() == [
-        "Cannot be told from this run, accuracy with COME against EM: tent (paper +8.4, here +20.0)."
+        "Cannot be told from this run, gain in accuracy of COME over EM: tent (paper +8.4, here +20.0)."
     ]
 
 
 def test_the_change_of_fpr_is_also_said_by_one_score():
     metrics = {"fog": {"accuracy": 0.5, "fpr": 0.7}}
     records = [record("tent", objective, metrics) for objective in ("em", "come")]
-    found = {
+    changes = {
         ("tent", "come", "average", metric): Verdict(metric, 70.0, after, error=1.0, p=p, by_seed=(after - 70,))
         for metric, after, p in (("accuracy", 75.0, 0.0), ("fpr", 65.0, 0.0), ("fpr_softmax", 69.5, 0.6))
     } | {("sar", "come", "average", "fpr_softmax"): Verdict("fpr_softmax", reason="other samples")}
     said = {
-        c.metric: c.agreement()[-1] for c in compare(paper.get("standard"), records, found) if c.domain == "average"
+        c.metric: c.agreement()[-1]
+        for c in compare(paper.get("standard"), records, Judged(changes))
+        if c.domain == "average"
     }
-    assert said["fpr"] == "With EM and COME both by softmax, FPR changes here by: tent -0.5 (no difference found)."
+    assert said["fpr"] == "With EM and COME both by softmax, the gain in FPR is: tent +0.5 (no difference found)."
     assert "softmax" not in said["accuracy"]
 
 
 def test_lifelong_fpr_is_over_everything_so_far():
     metrics = {"fog": {"accuracy": 0.5, "fpr": 0.7, "fpr_so_far": 0.2}}
-    found = compare(paper.get("lifelong-fpr"), [record("tent", "em", metrics, "lifelong")], {})
+    found = compare(paper.get("lifelong-fpr"), [record("tent", "em", metrics, "lifelong")], Judged())
     line = next(line for c in found if c.domain == "fog" for line in c.lines if line.measured is not None)
     assert line.measured == pytest.approx(20.0)
 
@@ -107,7 +109,7 @@ def test_cost_is_relative_to_no_adapt():
         record("source", "em", {"fog": {"accuracy": 0.5, "fpr": 0.5}}, seconds=2.0, peak_memory_mb=50.0),
         record("tent", "em", {"fog": {"accuracy": 0.5, "fpr": 0.5}}, seconds=5.0, peak_memory_mb=200.0),
     ]
-    found = {c.metric: c for c in compare(paper.get("cost"), records, {}) if c.domain == "stream"}
+    found = {c.metric: c for c in compare(paper.get("cost"), records, Judged()) if c.domain == "stream"}
     tent = next(line for line in found["memory_mb"].lines if line.method == "tent")
     assert (tent.paper, tent.measured) == (pytest.approx(6393 / 853), 4.0)
     assert next(line for line in found["seconds"].lines if line.method == "tent").measured == 2.5
@@ -122,10 +124,10 @@ def test_what_agrees_with_the_paper_is_said_in_plain_words():
     clear = Verdict("accuracy", 60.0, 66.0, error=1.0, p=0.001)
     unclear = Verdict("accuracy", 20.0, 22.1, error=2.6 / 1.96, p=0.1)
     said = comparison(*rows, a=clear, b=clear, c=clear, d=unclear).agreement()
-    assert said[0] == "Agrees with the paper, accuracy with COME against EM: a (paper +5.0, here +6.0)."
-    assert said[1] == "Contradicts the paper, accuracy with COME against EM: b (paper +1.0, here -5.0)."
+    assert said[0] == "Agrees with the paper, gain in accuracy of COME over EM: a (paper +5.0, here +6.0)."
+    assert said[1] == "Contradicts the paper, gain in accuracy of COME over EM: b (paper +1.0, here -5.0)."
     assert said[2] == (
-        "Cannot be told from this run, accuracy with COME against EM: c (paper +0.2, here +2.0: the paper calls less than "
+        "Cannot be told from this run, gain in accuracy of COME over EM: c (paper +0.2, here +2.0: the paper calls less than "
         "0.5 no change), d (paper +2.0, here +2.1, 95% interval -0.5 to +4.7)."
     )
     assert said[3] == "Order of the 8 rows: rank correlation +0.98 (more than chance)."

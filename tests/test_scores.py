@@ -119,7 +119,7 @@ def test_the_difference_is_shown_for_both(run):
     lines = lines_of(results_table(run.records()))
     for metric in ("fpr", "fpr_softmax"):
         em, better = (round(lines["tent", objective, ""]["average", metric].mean, 1) for objective in ("em", "come"))
-        assert lines["tent", "", ""]["average", metric].mean == pytest.approx(better - em, abs=1e-6)
+        assert lines["tent", "", ""]["average", metric].mean == pytest.approx(em - better, abs=1e-6)
 
 
 @pytest.mark.parametrize("score", NAMED)
@@ -198,14 +198,14 @@ def test_the_table_fits_a_terminal_of_80_columns(run):
 
 def test_verdicts_are_about_both(run):
     found = verdicts(run, run.records())
-    assert {key[3] for key in found} == {"accuracy", "fpr", "fpr_softmax"}
+    assert {key[3] for key in found.changes} == {"accuracy", "fpr", "fpr_softmax"}
     for metric, score in (("fpr", "belief"), ("fpr_softmax", "softmax")):
-        verdict = found["tent", "come", "average", metric]
+        verdict = found.changes["tent", "come", "average", metric]
         assert verdict.before == expected(run, ("tent", "em"), "softmax")
         assert verdict.after == expected(run, ("tent", "come"), score)
     one = verdicts(run, run.rescored(run.records(), "energy"))
-    assert {key[3] for key in one} == {"accuracy", "fpr"}
-    assert one["tent", "come", "average", "fpr"].before == expected(run, ("tent", "em"), "energy")
+    assert {key[3] for key in one.changes} == {"accuracy", "fpr"}
+    assert one.changes["tent", "come", "average", "fpr"].before == expected(run, ("tent", "em"), "energy")
     words = headline(run.records(), found)
     assert "; FPR " in words
     assert "; FPR by softmax " in words

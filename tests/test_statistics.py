@@ -99,7 +99,7 @@ def test_intervals_cover_the_truth(shift):
         ]
         for run in large
     ]
-    truth = 100 * (np.array(means[1]) - np.array(means[0]))
+    truth = 100 * (np.array(means[1]) - np.array(means[0])) * (1, -1)  # less FPR is better
     hits, called = np.zeros(2), np.zeros(2)
     for _ in range(300):
         first, second = ([as_sample(*part) for part in run] for run in population(300, draw, shift))
@@ -145,14 +145,14 @@ def verdict(*by_seed, error=1.0, metric="accuracy", p=0.001):
 
 
 def test_a_claim_needs_images_and_seeds():
-    assert verdict(3.0).claim == "higher"
+    assert verdict(3.0).claim == "better"
     assert verdict(3.0, p=0.2).claim == "no difference found"
-    assert verdict(5.0, 4.0).claim == "higher"
+    assert verdict(5.0, 4.0).claim == "better"
     assert verdict(5.0, -1.0).claim == "no difference found"  # not one sign
     assert verdict(5.0, 0.0).claim == "no difference found"
-    assert verdict(9.0, 0.1).claim == "higher"  # 4.6 against an error of 4.45
+    assert verdict(9.0, 0.1).claim == "better"  # 4.6 against an error of 4.45
     assert verdict(9.0, 0.1, 4.0).claim == "no difference found"  # a t interval with three
-    assert verdict(3.0, 3.5, 4.0).claim == "higher"
+    assert verdict(3.0, 3.5, 4.0).claim == "better"
     assert verdict(5.0, -1.0).words == "no difference found: the seeds do not agree"
 
 
@@ -163,12 +163,13 @@ def test_higher_is_better_or_worse_by_the_metric():
 
 
 def test_one_seed_is_one_stream():
-    assert verdict(3.0).words == "higher on this stream"
-    assert verdict(3.0, 3.1).words == "higher with all 2 seeds"
+    assert verdict(3.0).words == "better on this stream"
+    assert verdict(3.0, 3.1).words == "better with all 2 seeds"
 
 
 def test_the_difference_is_that_of_the_printed_numbers():
-    assert Verdict("fpr", 39.94, 40.26).points == "+0.4"
+    assert Verdict("fpr", 40.26, 39.94).points == "+0.4"
+    assert Verdict("accuracy", 39.94, 40.26).points == "+0.4"
     assert Verdict("fpr", 40.04, 39.96).points == "+0.0"
 
 
@@ -190,21 +191,43 @@ def test_verdicts_of_a_run(tmp_path):
         add(folder, "source", "em", (domain,))
         for objective, right in (("em", 0.4), ("come", 0.9), ("come:tau=2", 0.4)):
             add(folder, "tent", objective, (domain,), right=right)
-    found = verdicts(folder, folder.records())
+    judged = verdicts(folder, folder.records())
+    found = judged.changes
     assert {key[:2] for key in found} == {("tent", "come"), ("tent", "come:tau=2")}
     assert {key[2] for key in found} == {"fog", "snow", "average"}
     average = found["tent", "come", "average", "accuracy"]
-    assert (average.claim, average.change, average.by_seed) == ("higher", "better", (average.difference,))
-    assert average.low < average.difference < average.high
+    assert (average.claim, average.change, average.by_seed) == ("better", "better", (average.gain,))
+    assert average.low < average.gain < average.high
     assert found["tent", "come:tau=2", "fog", "accuracy"].claim == "no difference found"
-    assert found == verdicts(folder, folder.records())
+    assert judged == verdicts(folder, folder.records())
+
+
+def test_gains_are_over_the_source(tmp_path):
+    folder = RunFolder(tmp_path)
+    for domain in ("fog", "snow"):
+        add(folder, "source", "em", (domain,), right=0.5)
+        for method, objective, right in (
+            ("tent", "em", 0.4), ("tent", "come", 0.9), ("tent:bare", "em", 0.1), ("tent:bare", "come", 0.1),
+            ("eata", "em", 0.4), ("eata", "come", 0.5), ("steady", "invariant", 0.6),
+        ):  # fmt: skip
+            add(folder, method, objective, (domain,), right=right)
+    judged = verdicts(folder, folder.records())
+    gain = judged.gains["steady", "invariant", "average", "accuracy"]
+    assert (gain.gain, gain.change) == (gain.after - gain.before, "better")
+    assert judged.gains["tent", "em", "fog", "accuracy"].change == "worse"
+    assert judged.over == ["tent", "eata"]  # a variant counts for itself, and so does what has one objective
+    for objective, verdict in judged.compared.items():
+        alone = [judged.gains[method, objective, "average", "accuracy"].gain for method in judged.over]
+        assert verdict.gain == pytest.approx(sum(alone) / 2)
+    assert list(judged.compared) == ["em", "come"]
+    assert not verdicts(folder, [r for r in folder.records() if r.cell.method != "source"]).gains
 
 
 def test_an_interval_stays_within_what_is_possible(tmp_path):
     folder = RunFolder(tmp_path)
     for objective in ("em", "come"):
         add(folder, "tent", objective, right=1.0)  # nothing is wrong, so nothing is known of the FPR
-    verdict = verdicts(folder, folder.records())["tent", "come", "fog", "fpr"]
+    verdict = verdicts(folder, folder.records()).changes["tent", "come", "fog", "fpr"]
     assert (verdict.low, verdict.high, verdict.found) == (-100.0, 100.0, False)
 
 
@@ -216,7 +239,7 @@ def test_streams_of_different_length_or_samples_are_not_compared(tmp_path):
     other = rows_of(0.6)
     other["index"] = other["index"] + 1
     add(folder, "tent", "come", ("snow",), rows=other)
-    found = verdicts(folder, folder.records())
+    found = verdicts(folder, folder.records()).changes
     reasons = {domain: found["tent", "come", domain, "fpr"].reason for domain in ("fog", "snow", "average")}
     assert reasons["fog"] == "streams of 200 and 150 samples are not compared"
     assert reasons["snow"] == "the two streams hold different samples"
@@ -238,7 +261,7 @@ def test_a_stream_of_outliers_has_no_accuracy(tmp_path):
     folder = RunFolder(tmp_path)
     for objective in ("em", "come"):
         add(folder, "tent", objective, samples_outside=200)
-    found = verdicts(folder, folder.records())
+    found = verdicts(folder, folder.records()).changes
     assert {key[3] for key in found} == {"fpr", "fpr_softmax"}
 
 

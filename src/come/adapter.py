@@ -795,7 +795,7 @@ def _own(out: Step, rows: slice | None) -> Step:
 
 def adapt(
     model: nn.Module,
-    method: str | type[Method] | Method = "steady",
+    method: str | type[Method] | Method = methods.DEFAULT,
     *,
     objective: str | Objective | None = None,
     guard: bool | Guard = True,

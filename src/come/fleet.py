@@ -37,6 +37,7 @@ from come.locks import ModelLock, exclusive
 from come.many import Many, Stack
 from come.meeting import Meeting
 from come.method import Method, Step, untracked
+from come.methods import DEFAULT
 from come.objectives import Objective
 from come.optim import TorchRule
 from come.running import Precision
@@ -122,7 +123,7 @@ class Fleet:
     def __init__(
         self,
         model: nn.Module,
-        method: str | type[Method] | Method = "steady",
+        method: str | type[Method] | Method = DEFAULT,
         *,
         objective: str | Objective | None = None,
         streams: int | Sequence[Name] = (),

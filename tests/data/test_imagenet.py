@@ -135,7 +135,9 @@ def test_a_run_answers_with_the_classes_of_the_data(folder, tmp_path, setting):
 
 
 def test_a_model_of_other_classes_is_refused(folder):
-    with pytest.raises(come.InputError, match="has 3 classes, fashion-vit has 100; choose a model and data that belong"):
+    with pytest.raises(
+        come.InputError, match="has 3 classes, fashion-vit has 100; choose a model and data that belong"
+    ):
         Bench(Plan(data=f"imagenet:{folder}", setting="natural", methods=("source",)))
 
 

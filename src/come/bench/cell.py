@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, Valid
 from pydantic.fields import FieldInfo
 
 from come.errors import ComeError, ConfigError, shown, unknown
+from come.registry import parse
 
 WHAT, HOW = "What to run", "How to run it"
 """Groups of options in `--help`."""
@@ -112,9 +113,13 @@ class Knobs(Description):
         None, "Imbalanced: how many times likelier a class is in its part; else infinitely."
     )
     rounds: int = knob(1, "Lifelong: how often through all corruptions.", ge=1, le=10**4)
-    guard: bool = knob(False, "Recover from collapse, as come.adapt does by default.", HOW)
+    guard: bool = knob(
+        True,
+        "With the guard, as come.adapt deploys methods, or bare, as they were published. One of them: tent:bare.",
+        HOW,
+    )
     statistics: Literal["batch", "mixed", "source"] | None = knob(
-        None, "What BatchNorm normalizes by: batch, mixed or source; by default batch, or mixed with --guard.", HOW
+        None, "What BatchNorm normalizes by: batch, mixed or source; by default mixed, or batch with --bare.", HOW
     )
     batch_size: Count = knob(64, "Samples that come at a time.", HOW)
     precision: Literal["float32", "tf32", "bf16"] = knob(
@@ -136,6 +141,9 @@ class Knobs(Description):
     source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)
     source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)
 
+
+BARE = "bare"
+"""Behind the name of a method: without the guard."""
 
 LATER = ("images", "total", "edition")
 """Fields of a cell that came later: without a value they are no part of its key."""
@@ -180,6 +188,11 @@ class Cell(Knobs):
         return self.method.partition(":")[0]
 
     @property
+    def guarded(self) -> bool:
+        """Whether it runs with the guard."""
+        return self.guard and not parse_method(self.method)[2]
+
+    @property
     def pair(self) -> tuple[str, str]:
         """Method and objective."""
         return self.method, self.objective
@@ -200,6 +213,17 @@ class Cell(Knobs):
     def level(self) -> int:
         """The severity, 5 where nobody has chosen one."""
         return 5 if self.severity is None else self.severity
+
+
+def parse_method(spec: str) -> tuple[str, dict[str, Any], bool]:
+    """A method with its arguments: its name, its hyperparameters, and whether it runs without the guard.
+
+    >>> parse_method("tent:lr=0.004:bare")
+    ('tent', {'lr': 0.004}, True)
+    """
+    name, *arguments = spec.split(":")
+    name, given = parse(":".join((name, *(text for text in arguments if text != BARE))))
+    return name, given, BARE in arguments
 
 
 def digest(described: Description, leave_out: Set[str] = frozenset()) -> str:

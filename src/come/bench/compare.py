@@ -179,7 +179,7 @@ def changes_as_json(comparison: Comparison) -> str:
         >>> json.loads(changes_as_json(Comparison([found], [], {}, "", (0, 0), "confidence")))["rows"][0]["change"]
         'better'
     """
-    numbers = ("before", "after", "difference", "low", "high", "p", "change")
+    numbers = ("before", "after", "gain", "low", "high", "p", "change")
     rows = [
         {"method": c.method, "objective": c.objective, "domain": c.domain, "metric": metric}
         | {name: None if v.reason else getattr(v, name) for name in numbers}
@@ -193,12 +193,12 @@ def changes_as_json(comparison: Comparison) -> str:
 
 def _table(changes: Sequence[Change], score: str) -> RichTable:
     table = RichTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for head in ("method", "domain", "metric", "before", "after", "change", "95% interval", "verdict"):
+    for head in ("method", "domain", "metric", "before", "after", "gain", "95% interval", "verdict"):
         left = head in ("method", "domain", "metric", "verdict")
         table.add_column(head, justify="left" if left else "right", no_wrap=head not in ("method", "domain", "verdict"))
     for change in changes:
         for metric, v in change.verdicts.items():
-            numbers = [f"{v.before:.1f}", f"{v.after:.1f}", v.points, f"{v.low:+.1f} to {v.high:+.1f}"]
+            numbers = [f"{v.before:.1f}", f"{v.after:.1f}", v.points, v.interval]
             verdict = v.change + " (one seed)" * (len(v.by_seed) == 1) if v.found else v.words
             texts = [
                 f"{change.method} + {change.objective}",

@@ -151,7 +151,7 @@ class Course:
             metrics=domain_metrics(rows, domains, fresh),
             samples=len(rows["label"]),
             bad_images=self._account.bad,
-            health=health if self.cell.guard else {},
+            health=health if self.cell.guarded else {},
             events=tuple((event.kind, event.step) for event in events if event.kind in ("collapse", "recovered")),
             lr=lr,
             seconds=meter.seconds() / together,

@@ -173,7 +173,7 @@ def build_embedded(kind: str, norm: str, arguments: dict[str, Any]) -> nn.Module
         norm: "layer", "batch" or "group".
         arguments: of timm's constructor.
     """
-    from timm.layers import GroupNorm
+    from timm.layers.norm import GroupNorm
     from timm.models.resnet import BasicBlock, ResNet
     from timm.models.vision_transformer import VisionTransformer
 
@@ -182,7 +182,7 @@ def build_embedded(kind: str, norm: str, arguments: dict[str, Any]) -> nn.Module
         module = VisionTransformer(num_classes=len(KNOWN), **arguments)
     else:
         layer: Any = nn.BatchNorm2d if norm == "batch" else partial(GroupNorm, num_groups=8)
-        module = ResNet(BasicBlock, num_classes=len(KNOWN), norm_layer=layer, **arguments)
+        module = ResNet(BasicBlock, num_classes=len(KNOWN), norm_layer=layer, **arguments)  # type: ignore[arg-type]
         # 32 x 32 pixels: the stem does not halve them
         module.conv1, module.maxpool = nn.Conv2d(3, module.conv1[-1].out_channels, 3, 1, 1, bias=False), nn.Identity()
     built: nn.Module = module

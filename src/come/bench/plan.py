@@ -12,13 +12,31 @@ from pydantic import model_validator
 
 from come import corruptions, methods, objectives
 from come.bench import settings
-from come.bench.cell import HOW, Cell, Count, Knobs, Seed, Text, Texts, Value, digest, knob, shape, spelled
+from come.bench.cell import (
+    BARE,
+    HOW,
+    Cell,
+    Count,
+    Knobs,
+    Seed,
+    Text,
+    Texts,
+    Value,
+    digest,
+    knob,
+    parse_method,
+    shape,
+    spelled,
+)
 from come.bench.paper import rank
 from come.errors import ConfigError, require, unknown
-from come.registry import literal, parse
+from come.registry import literal
 
 GIVEN = frozenset({"objective", "source", "normalization", "seed"})
 """Hyperparameters that a run sets itself: by its objectives, data, model and seeds."""
+
+COMPARED = ("em", "come")
+"""Objectives of the paper's comparison."""
 
 QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if group != "extra")
 """The first corruption of each of the four groups."""
@@ -37,7 +55,9 @@ class Plan(Knobs):
     """
 
     methods: Texts = knob(("source", "tent", "eata", "sar"), "Names, or all. See [bold]come list methods[/].")
-    objectives: Texts = knob(("em", "come"), "See [bold]come list objectives[/].")
+    objectives: Texts | None = knob(
+        None, "By default em and come, and for steady its own. See [bold]come list objectives[/]."
+    )
     corruptions: Texts | None = knob(None, STREAMS)
     outliers: Texts | None = knob(None, "Open world: sources of outliers; by default the embedded ones.")
     seeds: tuple[Seed, ...] = knob((0,), "Several give mean and deviation.", strict=False)
@@ -74,7 +94,7 @@ class Plan(Knobs):
             raise ConfigError(
                 f"the {self.setting} setting needs outliers for {self.data!r}: give --outliers, e.g. folder:textures"
             )
-        for name in self.objectives:
+        for name in self.objectives or ():
             objectives.get(name)
         for name in self.corruptions or ():
             corruptions.check_choice(name, self.severity or 5, 0, None)
@@ -88,12 +108,16 @@ class Plan(Knobs):
         return self
 
     def _check_hyperparameters(self) -> None:
-        names = [parse(spec)[0] for spec in self.methods]
+        names = [parse_method(spec)[0] for spec in self.methods]
         for name in self.hyper:
             if name not in names:
                 raise unknown("method in this run", name, self.methods)
         for spec in self.methods:
-            name, variant = parse(spec)
+            name, variant, bare = parse_method(spec)
+            if bare and not self.guard:
+                raise ConfigError(
+                    f"{spec} has no effect with --bare, which runs all methods without the guard; leave it out"
+                )
             chosen = self.hyper.get(name, {}) | variant
             known = methods.get(name).hyperparameters()
             for key in chosen:
@@ -116,10 +140,9 @@ class Plan(Knobs):
         shared |= {"size": self.limit if fewer else size, "total": size if fewer else None}
         shared["edition"] = setting.edition if setting.edition > 1 else None
         for spec in self.methods:
-            method, variant = parse(spec)
+            method, variant, _ = parse_method(spec)
             hyper = setting.hyper.get(method, {}) | self.hyper.get(method, {}) | variant
-            # A method that minimizes nothing is the same with every objective but for its score: run it with the first.
-            for objective in self.objectives if methods.get(method).minimizes else self.objectives[:1]:
+            for objective in self._objectives_of(method):
                 for seed, piece, outlier in product(self.seeds, by_corruption, outliers):
                     yield Cell(
                         **shared,
@@ -130,6 +153,15 @@ class Plan(Knobs):
                         outliers=outlier,
                         seed=seed,
                     )
+
+    def _objectives_of(self, name: str) -> tuple[str, ...]:
+        """The objectives that a method runs with."""
+        method = methods.get(name)
+        chosen = self.objectives or COMPARED
+        if not method.minimizes:  # the same with every objective but for its score: run it with the first
+            return chosen[:1]
+        own = method.hyperparameters().get("objective")
+        return (own,) if not self.objectives and isinstance(own, str) and own not in COMPARED else chosen
 
     def but(self, **changes: Any) -> Plan:
         """This plan with other values for some fields; None is the setting's own.
@@ -147,11 +179,21 @@ class Plan(Knobs):
         return f"{self.setting}-{data}-{self.model.replace(':', '-').replace('/', '-')}-{digest(self)[:8]}"[-200:]
 
 
+FAST = "tent:lr=0.004"
+"""Tent at 16 times its learning rate on BatchNorm networks."""
+
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "quick": (
-        "one stream without resets, through a corruption of each group, and Tent at 4 and 16 times its learning rate; two "
-        "minutes on two cores",
-        {"setting": "lifelong", "methods": ("source", "tent", "eata", "sar", "tent:lr=0.004", "tent:lr=0.016")},
+        "one stream of all 15 corruptions without a reset, 384 images of each, on the embedded BatchNorm ResNet unless there is "
+        "--model: the paper's methods and the default one, then Tent at 16 times its learning rate, with and without the "
+        "guard; a minute and a half on two cores",
+        {
+            "model": "fashion-resnet-bn",
+            "setting": "lifelong",
+            "corruptions": corruptions.names("standard"),
+            "limit": 384,
+            "methods": ("source", "tent", "eata", "sar", methods.DEFAULT, FAST, f"tent:{BARE}", f"{FAST}:{BARE}"),
+        },
     ),
     "standard": (
         "all 15 corruptions of the paper, each from the source model",
@@ -161,11 +203,14 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 """What `come bench --preset NAME` runs: in words, and as arguments of `Plan`."""
 
 
-def preset(name: str) -> dict[str, Any]:
-    """What a preset changes of the default plan."""
+def preset(name: str, guard: bool = True) -> dict[str, Any]:
+    """What a preset changes of the default plan; without a guard, each method once."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
-    return PRESETS[name][1]
+    chosen = dict(PRESETS[name][1])
+    if not guard and "methods" in chosen:
+        chosen["methods"] = tuple(spec for spec in chosen["methods"] if not parse_method(spec)[2])
+    return chosen
 
 
 def named(found: Mapping[str, Any], where: str) -> dict[str, Any]:

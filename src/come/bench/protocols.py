@@ -22,7 +22,7 @@ from come.bench.data import opening
 from come.bench.data.embedded import FashionSource
 from come.bench.data.source import Source
 from come.bench.models import EMBEDDED, NORMALIZATIONS, Model, fingerprint
-from come.bench.plan import QUICK, Plan
+from come.bench.plan import Plan
 from come.bench.record import Amount, Record
 from come.errors import ConfigError, InputError, ModelError, shown
 from come.registry import Registry
@@ -292,6 +292,11 @@ VAL2K = (
 VAL2K_NAMES = "6637e53678f2203b12848e32019ef0ea0210799ea66796fcb3bbc552b043d844"
 
 
+def _published(**fixed: Any) -> Plan:
+    """A plan of methods as they were published, without a guard."""
+    return Plan(guard=False, **fixed)
+
+
 def _embedded() -> Protocol:
     """Hash and number stand beside the weights, so that they change together."""
     model = next(iter(EMBEDDED))
@@ -299,7 +304,7 @@ def _embedded() -> Protocol:
     return Protocol(
         name="fashion",
         summary="the embedded ViT on the embedded data",
-        plan=Plan(model=model, corruptions=STANDARD),
+        plan=_published(model=model, corruptions=STANDARD),
         images=len(FashionSource()),
         weights_sha256=about.get("sha256"),
         data="embedded",
@@ -313,7 +318,7 @@ def _tiny(severity: int, no_adapt: float) -> Protocol:
     return Protocol(
         name=f"tiny-imagenet-vit-s8-severity-{severity}",
         summary=f"ViT-S/8 at 64 x 64 on Tiny-ImageNet, severity {severity}",
-        plan=Plan(
+        plan=_published(
             model=VIT_S8, data="tiny-imagenet", normalization="imagenet", corruptions=STANDARD, severity=severity
         ),
         images=5000,
@@ -341,7 +346,7 @@ def _ours() -> tuple[Protocol, ...]:
         Protocol(
             name="come-vit-b",
             summary="ViT-B/16 on ImageNet-C as in the COME paper",
-            plan=Plan(model=VIT_B, data="imagenet-c", normalization="imagenet", corruptions=STANDARD),
+            plan=_published(model=VIT_B, data="imagenet-c", normalization="imagenet", corruptions=STANDARD),
             images=50000,
             data=IMAGENET_C,
             no_adapt=39.8,
@@ -352,7 +357,7 @@ def _ours() -> tuple[Protocol, ...]:
         Protocol(
             name="imagenet-c-vit-b",
             summary="ViT-B/16 on ImageNet-C with the normalization that its weights expect",
-            plan=Plan(model=VIT_B, data="imagenet-c", normalization="half", corruptions=STANDARD),
+            plan=_published(model=VIT_B, data="imagenet-c", normalization="half", corruptions=STANDARD),
             images=50000,
             data=IMAGENET_C,
             no_adapt=55.5,
@@ -363,7 +368,7 @@ def _ours() -> tuple[Protocol, ...]:
         Protocol(
             name="robustbench-resnet50",
             summary="ResNet-50 on the 5,000 images of ImageNet-C that RobustBench lists, never reset",
-            plan=Plan(
+            plan=_published(
                 model=RESNET50,
                 data="imagenet-c",
                 setting="lifelong",
@@ -381,7 +386,7 @@ def _ours() -> tuple[Protocol, ...]:
         Protocol(
             name="changing-resnet50",
             summary="ResNet-50 on corruptions that fade into each other, in the manner of CCC",
-            plan=Plan(
+            plan=_published(
                 model=RESNET50,
                 data="folder",
                 setting="changing",
@@ -399,7 +404,9 @@ def _ours() -> tuple[Protocol, ...]:
         Protocol(
             name="efficientnet-lite0-val2k",
             summary="EfficientNet-Lite0 (BatchNorm) on 2,000 ImageNet crops",
-            plan=Plan(model="timm:tf_efficientnet_lite0", data="folder", normalization="lite", corruptions=STANDARD),
+            plan=_published(
+                model="timm:tf_efficientnet_lite0", data="folder", normalization="lite", corruptions=STANDARD
+            ),
             images=2000,
             images_sha256=VAL2K_NAMES,
             weights_sha256="73c0b7307aaf05cd261202f18427cb4db02a7a5f4a4b3b3a3ab25196c9164c6a",
@@ -410,7 +417,7 @@ def _ours() -> tuple[Protocol, ...]:
         Protocol(
             name="resnet50-keras-val2k",
             summary="Keras' ResNet-50 (BatchNorm) on 2,000 ImageNet crops",
-            plan=Plan(model="keras-resnet50", data="folder", normalization="caffe", corruptions=STANDARD),
+            plan=_published(model="keras-resnet50", data="folder", normalization="caffe", corruptions=STANDARD),
             images=2000,
             images_sha256=VAL2K_NAMES,
             weights_sha256="6afcacc329b0230fcf18f5b8b0c878b4e15be4f99ba8ee6a0aa071c8e787a113",

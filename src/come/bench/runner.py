@@ -637,7 +637,7 @@ class Bench:
             events: list[Event] = []
             rest = {name: value for name, value in given(cell).items() if name not in own(cell)}
             arguments = self._arguments(cell, self._source_batches)
-            guard = cell.guard and Guard(on_event=events.append)
+            guard = cell.guarded and Guard(on_event=events.append)
             try:
                 made = Fleet(self._model.module, cell.base, objective=cell.objective, guard=guard, **(arguments | rest))
             except ModelError as error:
@@ -710,7 +710,7 @@ class Bench:
         return self._made
 
     def _adapter(self, cell: Cell, source: Iterable[Tensor], events: list[Event] | None = None) -> Adapter:
-        guard = cell.guard and events is not None and Guard(on_event=events.append)
+        guard = cell.guarded and events is not None and Guard(on_event=events.append)
         arguments = self._arguments(cell, source) | cell.hyper
         return adapt(self._model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, sqrt
 from statistics import NormalDist, fmean, stdev
@@ -69,14 +69,14 @@ AVERAGE = "average"
 
 ONE_SEED = "One seed: other orders of the stream may give another result; run more seeds."
 
-Claim = Literal["higher", "lower", "no difference found", "not comparable"]
+Claim = Literal["better", "worse", "no difference found", "not comparable"]
 Floats = npt.NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the second of two runs changes; numbers in percent, differences in points."""
+    """What the second of two runs changes; numbers in percent, gains in points."""
 
     metric: str
     before: float = 0.0
@@ -86,50 +86,55 @@ class Verdict:
     p: float = 1.0
     """Two-sided, of the difference over images."""
     by_seed: tuple[float, ...] = ()
-    """The difference with each seed."""
+    """After minus before, with each seed."""
     reason: str = ""
     """Why the runs are not comparable, if they are not."""
 
     @property
-    def difference(self) -> float:
-        """After minus before."""
-        return self.after - self.before
+    def gain(self) -> float:
+        """By how many points the second is better: positive where accuracy rose, or FPR fell."""
+        return (self.after - self.before) * (1 if self.metric == "accuracy" else -1)
 
     @property
     def points(self) -> str:
-        """The difference of the numbers as they are printed, so that a reader can check it."""
-        return f"{round(self.after, 1) - round(self.before, 1) + 0.0:+.1f}"
+        """The gain, of the numbers as they are printed, so that a reader can check it."""
+        return _signed(replace(self, before=round(self.before, 1), after=round(self.after, 1)).gain)
 
     @property
     def low(self) -> float:
-        """Lower end of the 95% interval of the difference, over images."""
-        return max(-100.0, self.difference - REACH * self.error)
+        """Lower end of the 95% interval of the gain, over images."""
+        return max(-100.0, self.gain - REACH * self.error)
 
     @property
     def high(self) -> float:
         """Its upper end."""
-        return min(100.0, self.difference + REACH * self.error)
+        return min(100.0, self.gain + REACH * self.error)
+
+    @property
+    def interval(self) -> str:
+        """Both ends: "+1.2 to +3.4"."""
+        return f"{_signed(self.low)} to {_signed(self.high)}"
 
     @property
     def claim(self) -> Claim:
-        """Higher or lower, where images and seeds both say so."""
+        """Better or worse, where images and seeds both say so."""
         if self.reason:
             return "not comparable"
         if self.p > LEVEL or not _seeds_agree(self.by_seed):
             return "no difference found"
-        return "higher" if self.difference > 0 else "lower"
+        return "better" if self.gain > 0 else "worse"
 
     @property
     def found(self) -> bool:
         """Whether there is a difference."""
-        return self.claim in ("higher", "lower")
+        return self.claim in ("better", "worse")
 
     @property
     def change(self) -> Literal["better", "worse", "same"]:
-        """The claim, judged by the metric."""
-        if not self.found:
-            return "same"
-        return "better" if (self.claim == "higher") == (self.metric == "accuracy") else "worse"
+        """The claim in one word."""
+        if self.claim == "better" or self.claim == "worse":
+            return self.claim
+        return "same"
 
     @property
     def words(self) -> str:
@@ -143,7 +148,15 @@ class Verdict:
     @property
     def numbers(self) -> str:
         """The interval, and the metric in both runs."""
-        return f"95% interval {self.low:+.1f} to {self.high:+.1f}; from {self.before:.1f} to {self.after:.1f}"
+        return f"95% interval {self.interval}; from {self.before:.1f} to {self.after:.1f}"
+
+
+def _signed(value: float) -> str:
+    """
+    >>> _signed(-0.04), _signed(1.25)
+    ('+0.0', '+1.2')
+    """
+    return f"{round(value, 1) + 0.0:+.1f}"
 
 
 def _seeds_agree(differences: Sequence[float]) -> bool:
@@ -377,11 +390,25 @@ def compared(first: Samples, second: Samples, domains: Sequence[str]) -> dict[tu
 
 
 Verdicts = dict[tuple[str, str, str, str], Verdict]
-"""By method, objective, domain (or "average") and metric: what that objective changes against the method's first one."""
+"""By method, objective, domain (or "average") and metric."""
 
 
-def verdicts(folder: RunFolder, records: Iterable[Record]) -> Verdicts:
-    """For each method, what each further objective changes against its first, on each domain and on average.
+@dataclass(frozen=True)
+class Judged:
+    """What a run shows beyond chance."""
+
+    changes: Verdicts = field(default_factory=dict)
+    """What a further objective changes against the method's first one."""
+    gains: Verdicts = field(default_factory=dict)
+    """What adaptation changes against the source; empty where that did not run."""
+    compared: Mapping[str, Verdict] = field(default_factory=dict)
+    """By objective: the gain in accuracy, averaged over the methods that ran with several."""
+    over: Sequence[str] = ()
+    """These methods."""
+
+
+def verdicts(folder: RunFolder, records: Iterable[Record]) -> Judged:
+    """What each method changes against the source, and each further objective against its first, by domain and on average.
 
     The p-values of the domains are corrected for their number, see `corrected`; those of the averages are not.
 
@@ -394,13 +421,34 @@ def verdicts(folder: RunFolder, records: Iterable[Record]) -> Verdicts:
     for record in records:
         groups.setdefault(record.cell.method, {}).setdefault(record.cell.objective, []).append(record)
     domains = list(dict.fromkeys(domain for record in records for domain in record.result.domains))
-    found: Verdicts = {}
-    for method, objectives in groups.items():
-        if len(objectives) > 1:
-            first, *others = ((name, gathered(folder, group)) for name, group in objectives.items())
-            for objective, after in others:
-                judged = compared(first[1], after, domains)
-                found |= {(method, objective, *key): verdict for key, verdict in judged.items()}
+    found = {m: {o: gathered(folder, group) for o, group in by.items()} for m, by in groups.items()}
+    source = next((run for method, by in found.items() if method == "source" for run in by.values()), None)
+    changes, gains = Verdicts(), Verdicts()
+    for method, by in found.items():
+        first, *others = by
+        for objective in others:
+            judged = compared(by[first], by[objective], domains)
+            changes |= {(method, objective, *key): verdict for key, verdict in judged.items()}
+        for objective in by if source is not None and method != "source" else ():
+            assert source is not None
+            judged = compared(source, by[objective], domains)
+            gains |= {(method, objective, *key): verdict for key, verdict in judged.items()}
     for metric in METRICS:
-        found |= corrected({k: v for k, v in found.items() if k[3] == metric and k[2] != AVERAGE})
-    return found
+        for each in (changes, gains):
+            each |= corrected({k: v for k, v in each.items() if k[3] == metric and k[2] != AVERAGE})
+    over = [m for m, by in found.items() if len(by) > 1 and not (":" in m and m.partition(":")[0] in found)]
+    objectives = list(dict.fromkeys(o for m in over for o in found[m]))
+    together = {
+        o: verdict
+        for o in objectives
+        if source is not None and (verdict := _average(source, [found[m][o] for m in over if o in found[m]], domains))
+    }
+    return Judged(changes, gains, together, over)
+
+
+def _average(source: Samples, runs: Sequence[Samples], domains: Sequence[str]) -> Verdict | None:
+    """The gain of several runs over the source, averaged; None unless all have all domains."""
+    seeds = [seed for seed in source if all(seed in run for run in runs)]
+    if not all(d in run[seed] for run in (source, *runs) for seed in seeds for d in domains):
+        return None
+    return judge("accuracy", {s: [(source[s][d], run[s][d]) for run in runs for d in domains] for s in seeds})

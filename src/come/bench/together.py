@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from come.bench.cell import Cell
+from come.bench.cell import Cell, parse_method
 from come.bench.data import Batch
 from come.bench.machine import Meter
 from come.bench.measure import Course, UnfitError
@@ -21,7 +21,6 @@ from come.fleet import Fleet
 from come.guard import Event
 from come.method import Step
 from come.methods import get as get_method
-from come.registry import parse
 
 SAMPLES = 1024
 """Samples of all streams together that keep a GPU busy, whatever the model."""
@@ -42,7 +41,7 @@ def given(cell: Cell) -> dict[str, Any]:
     >>> given(Cell(method="tent:lr=0.5", objective="em", hyper={"keep": 0.5}, size=1))
     {'lr': 0.5, 'keep': 0.5}
     """
-    return parse(cell.method)[1] | cell.hyper
+    return parse_method(cell.method)[1] | cell.hyper
 
 
 def own(cell: Cell) -> dict[str, Any]:
@@ -57,7 +56,12 @@ def bundle_key(cell: Cell) -> tuple[object, ...] | None:
     if get_method(cell.base).waits:
         return None
     mine = own(cell)
-    return cell.base, cell.objective, repr(sorted((k, v) for k, v in given(cell).items() if k not in mine))
+    return (
+        cell.base,
+        cell.objective,
+        cell.guarded,
+        repr(sorted((k, v) for k, v in given(cell).items() if k not in mine)),
+    )
 
 
 def bundles(cells: Sequence[Cell], streams: int, alone: Callable[[Cell], bool]) -> Iterator[list[Cell]]:

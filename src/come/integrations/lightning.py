@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from come.adapter import Adapter, adapt
 from come.errors import ConfigError, missing, shown
+from come.methods import DEFAULT
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,7 +43,7 @@ class Adapt(Callback):
         Adapt('tent', model='model', objective='come')
     """
 
-    def __init__(self, method: Any = "steady", *, model: str = "", **options: Any) -> None:
+    def __init__(self, method: Any = DEFAULT, *, model: str = "", **options: Any) -> None:
         self.method, self.model, self.options = method, model, options
         self.classifier: Adapter | None = None
         """The adapter of the last run: `health()`, `save()`, `export()`."""

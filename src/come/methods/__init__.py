@@ -28,6 +28,9 @@ def _check(name: str, thing: object) -> str:
 
 _registry.check = _check
 
+DEFAULT = "steady"
+"""What `come.adapt(model)` uses: chosen by the harm matrix, see docs/harm.md."""
+
 globals().update({_class.__name__: _class for _class in _registry.loaded().values()})
 
 __all__ = ["get", "make", "names", "register"]

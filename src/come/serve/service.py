@@ -30,6 +30,7 @@ from come.errors import ConfigError, InputError, require, require_int, require_n
 from come.fleet import Fleet
 from come.inputs import answered
 from come.method import Step
+from come.methods import DEFAULT
 from come.serve.errors import RequestError, check_name
 from come.serve.metrics import Counts, Metric, Metrics
 from come.serve.modes import Mode
@@ -132,7 +133,7 @@ class Service:
     def __init__(
         self,
         model: nn.Module,
-        method: Any = "steady",
+        method: Any = DEFAULT,
         *,
         shape: Sequence[int],
         dtype: str = "float32",

@@ -115,7 +115,7 @@ def bench(
     chosen = _merged(from_toml(config) if config else {}, typed(given))
     if preset_name is None and protocol is None and not chosen.keys() & OWN_GRID:
         preset_name = "quick"
-    options = _merged(preset(preset_name) if preset_name else {}, chosen)
+    options = _merged(preset(preset_name, chosen.get("guard", True)) if preset_name else {}, chosen)
     if protocol is not None and (stream or on_bad_image != "raise"):
         other = "--stream" if stream else "--on-bad-image"
         raise ConfigError(

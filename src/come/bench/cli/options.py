@@ -11,13 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from come.bench.cell import shape, spelled
+from come.bench.cell import BARE, shape, spelled
 from come.bench.cluster import Cluster
 from come.bench.data.reading import read_regular
 from come.bench.plan import Plan, named
 from come.errors import ConfigError, InputError, unknown
 
 WHERE = "Where to run it"
+OFF = {"guard": BARE}
+"""How a flag is switched off, where that is not no-NAME."""
+
 MAX_CONFIG = 2**20
 """Bytes of a configuration file."""
 
@@ -25,7 +28,9 @@ Device = Annotated[str, typer.Option(rich_help_panel=WHERE, help="cpu, cuda, cud
 Workers = Annotated[
     int | None,
     typer.Option(
-        rich_help_panel=WHERE, help="Threads that decode images. \\[0 for the embedded data, else up to 4]", show_default=False
+        rich_help_panel=WHERE,
+        help="Threads that decode images. \\[0 for the embedded data, else up to 4]",
+        show_default=False,
     ),
 ]
 Jobs = Annotated[
@@ -138,7 +143,7 @@ def _plan_options() -> Iterator[inspect.Parameter]:
         typed: Any = str | None
         more: dict[str, Any] = {"metavar": "N" if kind == "number" else "TEXT"}
         if kind == "flag":
-            typed, flag, more = bool | None, f"{flag}/--no-{spelled(name)}", {}
+            typed, flag, more = bool | None, f"{flag}/--{OFF.get(name) or f'no-{spelled(name)}'}", {}
         elif kind == "table":
             typed, more, default = list[str] | None, {"metavar": "METHOD.NAME=VALUE"}, None
         elif kind == "list":

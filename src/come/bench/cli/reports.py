@@ -28,7 +28,7 @@ from come.bench.report import (
     write_html,
 )
 from come.bench.report.configurations import several_plans
-from come.bench.report.findings import failed, missing
+from come.bench.report.findings import failed, helped, missing
 from come.bench.statistics import verdicts
 from come.errors import InputError, unknown
 from come.metrics import SCORES
@@ -72,6 +72,8 @@ def report(
         typer.echo(FORMATS[format_](results_table(records, metric=metric, verdicts=judged)).rstrip())
         return
     console = Console(highlight=False)
+    if said := helped(records, judged):
+        console.print(f"[bold]{escape(said)}[/]\n")
     main = results_table(without_sweeps(records), metric=metric, verdicts=judged)
     show_tables(console, records, main, rates_table(records, judged))
     say_unfinished(console, list(missing(records)), failed(folder.failures(), records))

@@ -26,7 +26,9 @@ def reproduce(
     given: dict[str, Any],
     name: Annotated[str | None, typer.Argument(help="A table or figure; --list shows all.", show_default=False)] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the tables and figures.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="On the embedded data: all 15 corruptions and all images.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="On the embedded data: all 15 corruptions and all images.")
+    ] = False,
     on_bad_image: OnBadImage = "raise",
     device: Device = "cpu",
     workers: Workers = None,

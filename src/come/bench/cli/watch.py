@@ -15,18 +15,21 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from come.bench import Bench, Cell, Record, RunFolder
+from come.bench import Bench, Cell, Plan, Record, RunFolder, settings
 from come.bench.protocols import Outcome
 from come.bench.record import Failure
 from come.bench.report import Table, rates_table, results_table, to_rich, without_sweeps, write_html, write_report
-from come.bench.report.tables import scores_note
+from come.bench.report.findings import helped
+from come.bench.report.tables import averages, scores_note
 from come.bench.runner import Progress, effort
-from come.bench.statistics import Verdicts, verdicts
+from come.bench.statistics import Judged, verdicts
 from come.callbacks import Log
 from come.metrics import trajectory
 
 LISTED = 8
 """Cells that a line names."""
+PIECES = 2
+"""Into which a table may be cut at the end of a run; a longer one is reduced to its averages."""
 
 
 def run_watched(
@@ -43,6 +46,7 @@ def run_watched(
     """
     said = dict(bench.refused)
     say_refused(console, said)
+    console.print(escape(what_comes(bench)))
 
     def finished(record: Record) -> None:
         if log is not None:
@@ -52,6 +56,32 @@ def run_watched(
         records = bench.run(folder, watch, fresh=fresh)
     say_refused(console, {method: why for method, why in bench.refused.items() if method not in said})
     return records
+
+
+def what_comes(bench: Bench) -> str:
+    """What a run will do, in a sentence or two.
+
+    Example:
+        >>> print(what_comes(Bench(Plan(methods=("source", "tent"), corruptions=("fog", "snow"), limit=100))))
+        source; tent with em and come: 6 cells, 600 images.
+        Each corruption by itself, from the source model: fog, snow; 100 images of each.
+    """
+    cells = [cell for cell in bench.cells if cell.method not in bench.refused]
+    ran: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        ran.setdefault(cell.method, {})[cell.objective] = None
+    names = [m + (f" with {' and '.join(o)}" if len(o) > 1 else "") for m, o in ran.items()]
+    setting, plan = settings.get(bench.plan.setting), bench.plan
+    shifts = list(plan.corruptions or ())
+    listed = f"{len(shifts)} corruptions" if len(shifts) > 4 else ", ".join(shifts)
+    seeds = f", {len(plan.seeds)} seeds" if len(plan.seeds) > 1 else ""
+    processes = f", in {bench.jobs} processes" if bench.jobs > 1 else ""
+    total = sum(cell.samples for cell in cells)
+    about = setting.summary.partition(";")[0]
+    return (
+        f"{'; '.join(names)}: {len(cells)} cells, {total} images{processes}.\n{about[:1].upper()}{about[1:]}"
+        f"{': ' * bool(listed)}{listed}; {cells[0].size if cells else 0} images of each{seeds}."
+    )
 
 
 def log_record(log: Log, folder: RunFolder, record: Record) -> None:
@@ -87,15 +117,19 @@ def show_results(
     title: str,
     command: Sequence[str],
     score: str = "confidence",
-) -> Verdicts:
-    """Print the table, and write the reports; returns what differs beyond chance."""
+) -> Judged:
+    """Print the finding and the table, and write the reports; returns what differs beyond chance."""
     records = folder.rescored(records, score)
     judged = verdicts(folder, records)
+    if said := helped(records, judged):
+        console.print(f"\n[bold]{escape(said)}[/]\n")
     main = results_table(without_sweeps(records), title, verdicts=judged)
-    show_tables(console, records, main, rates_table(records, judged))
+    brief = len(to_rich(main, console.width)) > PIECES
+    show_tables(console, records, averages(main) if brief else main, rates_table(records, judged))
     write_report(records, folder.path / "report.md", command, judged, folder.failures(), folder.outcome(records))
     write_html(folder, records, folder.path / "report.html", command, judged)
-    console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}", soft_wrap=True)
+    more = f"[dim]; each domain in the terminal:[/] come report {escape(str(folder.path))}" if brief else ""
+    console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}{more}", soft_wrap=True)
     return judged
 
 

@@ -30,7 +30,7 @@ WAITING = 100
 
 WORDS = """# Test-time adaptation, side by side
 
-A model was trained on clean photographs of clothes and now meets corrupted ones, without labels. Four copies see the same stream:
+A model was trained on clean photographs of clothes and meets corrupted ones, without labels. Four copies see the same stream:
 **No Adapt** stays as it is, **EM** minimizes entropy, **COME** minimizes the entropy of an opinion that can say "I do not
 know", and **Steady** is what we recommend. Each abstains where it must to keep wrong answers below {risk:.0%} *on clean
 images*; under corruption that is no promise. Confidence is the largest softmax probability. All of it runs on the machine

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from come.bench.paper import PaperTable
 from come.bench.record import Record
-from come.bench.statistics import METRICS, Verdict, Verdicts
+from come.bench.statistics import METRICS, Judged, Verdict
 
 SUBSTANTIAL = 0.5
 """Points from which the paper calls a difference substantial."""
@@ -50,7 +50,9 @@ class Comparison:
     alike: Mapping[str, Verdict] = field(default_factory=dict)
 
     def changes(self) -> list[tuple[str, float, float]]:
-        """(method, change from em to come in the paper, measured) for methods that have all four numbers."""
+        """(method, gain of come over em in the paper, measured) for methods that have all four numbers; of time and memory,
+        the change.
+        """
         found = {(line.method, line.objective): line for line in self.lines}
         rows = []
         for method in dict.fromkeys(line.method for line in self.lines):
@@ -60,7 +62,8 @@ class Comparison:
             numbers = (em.paper, come.paper, em.measured, come.measured)
             if None not in numbers:
                 a, b, c, d = (float(v) for v in numbers if v is not None)
-                rows.append((method, b - a, d - c))
+                sign = -1 if self.metric == "fpr" else 1
+                rows.append((method, sign * (b - a), sign * (d - c)))
         return rows
 
     def agreement(self) -> list[str]:
@@ -76,7 +79,7 @@ class Comparison:
                 if abs(theirs) < SUBSTANTIAL:
                     unclear.append(f"{numbers}: the paper calls less than {SUBSTANTIAL} no change)")
                 elif verdict is None or not verdict.found:
-                    reach = "" if verdict is None else f", 95% interval {verdict.low:+.1f} to {verdict.high:+.1f}"
+                    reach = "" if verdict is None else f", 95% interval {verdict.interval}"
                     unclear.append(f"{numbers}{reach})")
                 else:
                     (agree if (theirs > 0) == (ours > 0) else contradict).append(f"{numbers})")
@@ -86,10 +89,10 @@ class Comparison:
                 ("Cannot be told from this run", unclear),
             ):
                 if found:
-                    said.append(f"{words}, {METRICS[self.metric]} with COME against EM: {', '.join(found)}.")
+                    said.append(f"{words}, gain in {METRICS[self.metric]} of COME over EM: {', '.join(found)}.")
         alike = [f"{method} {v.points} ({v.words})" for method, v in self.alike.items() if not v.reason]
         if alike:
-            said.append(f"With EM and COME both by softmax, FPR changes here by: {', '.join(alike)}.")
+            said.append(f"With EM and COME both by softmax, the gain in FPR is: {', '.join(alike)}.")
         pairs = [(line.paper, line.measured) for line in self.lines if None not in (line.paper, line.measured)]
         if len(pairs) >= 3 and all(len(set(column)) > 1 for column in zip(*pairs, strict=True)):
             from scipy import stats  # takes a second to import
@@ -100,7 +103,7 @@ class Comparison:
         return said
 
 
-def compare(table: PaperTable, records: Iterable[Record], verdicts: Verdicts) -> list[Comparison]:
+def compare(table: PaperTable, records: Iterable[Record], verdicts: Judged) -> list[Comparison]:
     """Lay the records beside a table: column by column where the columns are the same, and the averages."""
     ours: dict[tuple[str, str], list[Record]] = {}
     for record in records:
@@ -119,7 +122,11 @@ def compare(table: PaperTable, records: Iterable[Record], verdicts: Verdicts) ->
             lines.append(Line(row.method, row.objective, theirs, mine))
         if any(line.measured is not None for line in lines):
             of, alike = (
-                {method: v for (method, *key), v in verdicts.items() if tuple(key) == ("come", column.domain, metric)}
+                {
+                    method: v
+                    for (method, *key), v in verdicts.changes.items()
+                    if tuple(key) == ("come", column.domain, metric)
+                }
                 for metric in (column.metric, f"{column.metric}_softmax")
             )
             found.append(Comparison(table.name, column.domain, column.metric, tuple(lines), of, alike))

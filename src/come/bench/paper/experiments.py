@@ -52,6 +52,7 @@ class Experiment:
             "data": data,
             "methods": tuple(name for name in wanted if name != "average"),
             "objectives": self.objectives,
+            "guard": False,  # as published
         }
         small = embedded and not full
         if self.options.get("setting", "standard") not in ("open-world", "in-distribution"):

@@ -1,4 +1,4 @@
-"""What a run says, in plain words: what the second objective changes, where something collapsed, what is missing."""
+"""What a run says, in plain words: did adaptation help, what the second objective changes, where something collapsed."""
 
 from __future__ import annotations
 
@@ -7,51 +7,108 @@ from statistics import fmean
 
 import numpy as np
 
+from come.bench import settings
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import shared
+from come.bench.report.rates import without_sweeps
 from come.bench.report.reading import Piece
-from come.bench.report.tables import Verdicts, domains_of, entries, names_of, objectives_of, rescored_source
-from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, called
+from come.bench.report.tables import domains_of, entries, names_of, objectives_of, rescored_source
+from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Judged, Verdict, called
+from come.methods import DEFAULT
 
 SHORTER = {"em": "EM", "come": "COME"}
 WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 
 
-def changes(records: Sequence[Record], verdicts: Verdicts) -> dict[tuple[str, str, str], list[Verdict]]:
+def ranked(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str], Verdict]:
+    """By method and objective: the gain in average accuracy over the source, the largest first; no other learning rates."""
+    pairs = names_of(without_sweeps(records))
+    found = {pair: v for pair in pairs if (v := judged.gains.get((*pair, AVERAGE, "accuracy"))) and not v.reason}
+    return dict(sorted(found.items(), key=lambda item: -item[1].gain))
+
+
+def helped(records: Sequence[Record], judged: Judged) -> str:
+    """Did it help, against doing nothing? The best, the default method, and the two objectives; empty without a source."""
+    found, names = ranked(records, judged), names_of(records)
+    if not found:
+        return ""
+    best, default = next(iter(found)), next((pair for pair in found if pair[0].partition(":")[0] == DEFAULT), None)
+
+    def called(pair: tuple[str, str]) -> str:
+        return f"{names[pair]} (the default method)" if pair == default else names[pair]
+
+    top = found[best]
+    said = [f"{_where(records)} the unadapted model is right in {top.before:.1f}%."]
+    if top.change == "better":
+        said.append(f"{called(best)} gains the most: {_points(top)}.")
+    else:
+        said.append(f"Nothing gains beyond chance; the first is {called(best)} {_points(top)}.")
+    if default is not None and default != best:
+        said.append(f"{called(default)} {_points(found[default])}.")
+    parts = [f"{SHORTER.get(o, o)} {_points(verdict)}" for o, verdict in judged.compared.items() if not verdict.reason]
+    if parts:
+        over = f"On the mean of {_and(judged.over)}" if len(judged.over) > 1 else f"With {judged.over[0]}"
+        said.append(f"{over}: {', '.join(parts)}.")
+    return " ".join(said)
+
+
+def _where(records: Sequence[Record]) -> str:
+    domains = domains_of(records)
+    if len(domains) < 2:
+        return f"On {domains[0]}," if domains else "Here"
+    reset = any(True in r.result.fresh[1:] for r in records) or settings.get(records[0].cell.setting).pieces
+    return f"On the mean of {len(domains)} domains," if reset else f"Along {len(domains)} domains without a reset,"
+
+
+def _points(verdict: Verdict) -> str:
+    """
+    >>> _points(Verdict("accuracy", 60.0, 61.5, 0.2, 0.001)), _points(Verdict("accuracy", 60.0, 60.1, 0.2, 0.6))
+    ('+1.5 points (95% interval +1.1 to +1.9)', '+0.1 points (within chance: -0.3 to +0.5)')
+    """
+    return f"{verdict.points} points ({'95% interval' if verdict.found else 'within chance:'} {verdict.interval})"
+
+
+def _and(parts: Sequence[str]) -> str:
+    """
+    >>> _and(["a", "b", "c"]), _and(["a"])
+    ('a, b and c', 'a')
+    """
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+def changes(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str, str], list[Verdict]]:
     """By method, first and further objective: the verdicts on the averages."""
     found = {}
     for method, (first, *others) in objectives_of(records).items():
         for objective in others:
-            judged = [verdicts.get((method, objective, AVERAGE, metric)) for metric in METRICS]
-            if any(judged):
-                found[method, first, objective] = [verdict for verdict in judged if verdict is not None]
+            about = [judged.changes.get((method, objective, AVERAGE, metric)) for metric in METRICS]
+            if any(about):
+                found[method, first, objective] = [verdict for verdict in about if verdict is not None]
     return found
 
 
-def by_effect(records: Sequence[Record], verdicts: Verdicts) -> list[tuple[str, str, str]]:
+def by_effect(records: Sequence[Record], judged: Judged) -> list[tuple[str, str, str]]:
     """Methods with their first and further objective, by how much accuracy changes; what is within chance comes last."""
-    found = {key: judged[0] for key, judged in changes(records, verdicts).items() if judged[0].metric == "accuracy"}
-    return sorted(found, key=lambda key: (found[key].found, abs(found[key].difference)), reverse=True)
+    found = {key: about[0] for key, about in changes(records, judged).items() if about[0].metric == "accuracy"}
+    return sorted(found, key=lambda key: (found[key].found, abs(found[key].gain)), reverse=True)
 
 
-def effect(records: Sequence[Record], verdicts: Verdicts) -> str:
+def effect(records: Sequence[Record], judged: Judged) -> str:
     """The first of `by_effect` in a sentence; empty if no method ran with two objectives."""
-    for method, before, after in by_effect(records, verdicts)[:1]:
-        verdict = verdicts[method, after, AVERAGE, "accuracy"]
+    for method, before, after in by_effect(records, judged)[:1]:
+        verdict = judged.changes[method, after, AVERAGE, "accuracy"]
+        instead = f"{SHORTER.get(after, after)} in place of {SHORTER.get(before, before)}"
         if verdict.found:
-            source = next((o for m, o in names_of(records) if m == "source"), "")
-            (level,) = entries(records, "source", source, [(AVERAGE, "accuracy")])
-            other = "" if level is None else f"; the source has {level.mean:.1f}%"
             return (
-                f"The largest change: {SHORTER.get(after, after)} in place of {SHORTER.get(before, before)} takes the accuracy "
-                f"of {method} from {verdict.before:.1f}% to {verdict.after:.1f}% ({verdict.points} points{other})."
+                f"The largest change by {instead}: the accuracy of {method} goes from {verdict.before:.1f}% to "
+                f"{verdict.after:.1f}% ({verdict.points} points)."
             )
         if not verdict.reason:
-            return f"No change of accuracy beyond chance; the largest is that of {method}, {verdict.points} points."
+            return f"{instead} changes no accuracy beyond chance; the largest change is {verdict.points} points, of {method}."
     return ""
 
 
-def outliers(records: Sequence[Record], verdicts: Verdicts) -> str:
+def outliers(records: Sequence[Record], judged: Judged) -> str:
     """How the first of `by_effect` tells outliers from the known classes, in a sentence; empty if there are none."""
     keys = [(AVERAGE, "auroc_outlier"), (AVERAGE, "fpr95")]
 
@@ -59,7 +116,7 @@ def outliers(records: Sequence[Record], verdicts: Verdicts) -> str:
         auroc, fpr95 = entries(records, method, objective, keys)
         return None if auroc is None or fpr95 is None else f"{auroc.mean:.1f}% (FPR95 {fpr95.mean:.1f}%)"
 
-    for method, *both in by_effect(records, verdicts)[:1]:
+    for method, *both in by_effect(records, judged)[:1]:
         found = {o: text for o in both if (text := numbers(method, o))}
         source = next((text for m, o in names_of(records) if m == "source" and (text := numbers(m, o))), None)
         if len(found) == 2:
@@ -68,18 +125,18 @@ def outliers(records: Sequence[Record], verdicts: Verdicts) -> str:
     return ""
 
 
-def headline(records: Sequence[Record], verdicts: Verdicts) -> str:
-    """The finding in a few sentences, whichever way it goes."""
-    found = changes(records, verdicts)
+def headline(records: Sequence[Record], judged: Judged) -> str:
+    """What each further objective changes against the first, in a few sentences, whichever way it goes."""
+    found = changes(records, judged)
     sentences = []
     for before, after in dict.fromkeys((before, after) for _, before, after in found):
-        chosen = [v for (_, *pair), judged in found.items() if tuple(pair) == (before, after) for v in judged]
+        chosen = [v for (_, *pair), about in found.items() if tuple(pair) == (before, after) for v in about]
         claims = {metric: [v.claim for v in chosen if v.metric == metric] for metric in METRICS}
         parts = "; ".join(f"{called(m, records[0].result.score)} {_tally(said)}" for m, said in claims.items() if said)
         sentences.append(f"With {WORDS.get(after, after)} in place of {WORDS.get(before, before)}, {parts}.")
     if not sentences:
         return "No method ran with two objectives on all domains, so there is nothing to compare."
-    if all(len(v.by_seed) < 2 for judged in found.values() for v in judged):
+    if all(len(v.by_seed) < 2 for about in found.values() for v in about):
         sentences.append(ONE_SEED)
     return " ".join(sentences)
 
@@ -87,12 +144,12 @@ def headline(records: Sequence[Record], verdicts: Verdicts) -> str:
 def _tally(claims: Sequence[str]) -> str:
     """How many of each.
 
-    >>> _tally(["higher", "lower", "higher"]), _tally(["higher"])
-    ('is higher for 2 of 3 methods and is lower for 1', 'is higher for the one method that ran with both')
+    >>> _tally(["better", "worse", "better"]), _tally(["better"])
+    ('is better for 2 of 3 methods and is worse for 1', 'is better for the one method that ran with both')
     """
     words = {
-        "higher": "is higher",
-        "lower": "is lower",
+        "better": "is better",
+        "worse": "is worse",
         "no difference found": "shows no clear difference",
         "not comparable": "cannot be compared",
     }

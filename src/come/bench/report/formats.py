@@ -139,7 +139,7 @@ def to_json(table: Table) -> str:
 def _numbers(table: Table) -> Iterator[dict[str, str | float | None]]:
     for row in (row for row in table.rows if row.ran_with):
         for (domain, metric), entry in zip(table.keys, row.entries, strict=True):
-            if entry is None and row.score:
+            if metric == "gain" or (entry is None and row.score):
                 continue
             numbers = (None, None, 0) if entry is None else (entry.mean, entry.spread, entry.seeds)
             own = METRICS[metric].score

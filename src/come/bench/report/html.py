@@ -35,17 +35,19 @@ from come.bench.report.findings import (
     extremes,
     failed,
     headline,
+    helped,
     missing,
     outliers,
+    ranked,
     recoveries,
 )
 from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import (
     METRICS,
+    SHORT,
     Entry,
     Table,
-    Verdicts,
     cut,
     domains_of,
     metrics_table,
@@ -56,7 +58,8 @@ from come.bench.report.tables import (
     scores_note,
 )
 from come.bench.report.writing import about, images, write_text
-from come.bench.statistics import AVERAGE
+from come.bench.statistics import AVERAGE, Judged
+from come.methods import DEFAULT
 
 POINTS = 36
 """Of each line along the stream; a panel is less than 300 points wide."""
@@ -75,7 +78,7 @@ def write_html(
     records: Iterable[Record],
     path: str | Path,
     command: Sequence[str] = (),
-    verdicts: Verdicts | None = None,
+    verdicts: Judged | None = None,
 ) -> None:
     """Write the report of a run: whole or not at all, and the same bytes for the same records.
 
@@ -134,15 +137,18 @@ def _fprs(records: Sequence[Record]) -> list[str]:
 
 
 def _finding(
-    records: Sequence[Record], judged: Verdicts, pieces: Sequence[Piece], failures: Sequence[Failure]
+    records: Sequence[Record], judged: Judged, pieces: Sequence[Piece], failures: Sequence[Failure]
 ) -> Context:
     cards = [
         (f"{method}: {before} → {after}", [(statistics.called(v.metric, records[0].result.score), v) for v in found])
         for (method, before, after), found in changes(records, judged).items()
     ]
+    main = without_sweeps(records)
     return {
-        "headline": headline(without_sweeps(records), judged),
-        "effect": effect(records, judged),
+        "helped": helped(records, judged),
+        "gains": _gains(records, judged),
+        "headline": headline(main, judged),
+        "effect": effect(main, judged),
         "outliers": outliers(records, judged),
         "extremes": extremes(records),
         "cards": cards,
@@ -152,6 +158,19 @@ def _finding(
         "missing": _listed(missing(records)),
         "failed": _listed(failed(failures, records)),
     }
+
+
+def _gains(records: Sequence[Record], judged: Judged) -> list[tuple[str, Entry, str, str, str]]:
+    """By method, the largest first: its name, the gain over the source, the interval, the worst domain, and the words."""
+    names, rows = names_of(records), []
+    for pair, verdict in ranked(records, judged).items():
+        by_domain = {d: v for d in domains_of(records) if (v := judged.gains.get((*pair, d, "accuracy"))) is not None}
+        worst = min(by_domain, key=lambda d: by_domain[d].gain, default="")
+        at = f"{SHORT.get(worst, worst)} {by_domain[worst].points}" if len(by_domain) > 1 else ""
+        default = ", the default" * (pair[0].partition(":")[0] == DEFAULT)
+        gain = Entry(float(verdict.points), change=verdict.change)
+        rows.append((f"{names[pair]}{default}", gain, verdict.interval, at, verdict.words))
+    return rows
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -210,9 +229,9 @@ def _shades(table: Table) -> dict[tuple[int, int], float]:
         for i, (_, name) in enumerate(table.keys):
             entry, than = row.entries[i], source[i]
             sign = -1 if METRICS[name].lower_is_better else 1
-            if entry and not row.ran_with and entry.change != "same":
-                found[k, i] = sign * entry.mean
-            elif entry and than and row.ran_with and row.method != "source":
+            if entry and entry.change in ("better", "worse"):
+                found[k, i] = entry.mean
+            elif entry and than and not entry.change and row.method != "source":
                 found[k, i] = sign * (entry.mean - than.mean)
     return found
 
@@ -233,12 +252,15 @@ def _metrics(records: Sequence[Record]) -> Context:
     return _table(table) | {"meanings": [(METRICS[m].column, METRICS[m].meaning) for _, m in table.keys]}
 
 
-def _figures(records: Sequence[Record], found: Reading, judged: Verdicts) -> Context:
+def _figures(records: Sequence[Record], found: Reading, judged: Judged) -> Context:
     parts, number = groups(records, found, POINTS), count()
     domains = len({piece.domain for piece in found.pieces})
-    looks, ranked = draw.looks(records), [method for method, *_ in by_effect(records, judged)]
-    place = {method: i for i, method in enumerate(dict.fromkeys(("source", *ranked)))}
-    lead = {"source", *ranked[:1]} if ranked else {method for method, _ in looks}
+    looks, best = draw.looks(records), [method for method, _ in ranked(records, judged)]
+    by_change = [method for method, *_ in by_effect(without_sweeps(records), judged)]
+    default = [method for method in best if method.partition(":")[0] == DEFAULT]
+    first = dict.fromkeys(("source", *default, *best[:1], *by_change[:1]))
+    place = {method: i for i, method in enumerate(dict.fromkeys((*first, *by_change)))}
+    lead = set(first) if by_change or best else {method for method, _ in looks}
     return {
         "legend": [
             (

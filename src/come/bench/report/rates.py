@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from come.bench.record import Record
 from come.bench.report.panels import POINTS, Looks, around
-from come.bench.report.tables import Entry, Row, Table, Verdicts, difference, entries, objectives_of
-from come.bench.statistics import AVERAGE
+from come.bench.report.tables import Entry, Row, Table, entries, improvement, objectives_of
+from come.bench.statistics import AVERAGE, Judged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +37,7 @@ def without_sweeps(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.cell.method not in further]
 
 
-def rates_table(records: Sequence[Record], verdicts: Verdicts | None = None) -> Table | None:
+def rates_table(records: Sequence[Record], verdicts: Judged | None = None) -> Table | None:
     """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep.
 
     Args:
@@ -48,7 +48,7 @@ def rates_table(records: Sequence[Record], verdicts: Verdicts | None = None) -> 
     if not found:
         return None
     rates = sorted({rate for by_rate in found.values() for rate in by_rate})
-    objectives, judged = objectives_of(records), verdicts or {}
+    objectives, judged = objectives_of(records), verdicts or Judged()
     rows = [Row("source", "", _accuracy(records, ["source"] * len(rates), o), o) for o in objectives.get("source", ())]
     for name, by_rate in found.items():
         methods = [by_rate.get(rate, "") for rate in rates]
@@ -56,8 +56,8 @@ def rates_table(records: Sequence[Record], verdicts: Verdicts | None = None) -> 
         lines = [_accuracy(records, methods, objective) for objective in both]
         rows += [Row(name, o if len(both) > 1 else "", line, o) for o, line in zip(both, lines, strict=True)]
         if len(both) == 2:
-            changes = [judged.get((method, both[1], *ACCURACY[0])) for method in methods]
-            rows.append(Row(name, "improve", tuple(map(difference, *lines, changes))))
+            changes = (judged.changes.get((method, both[1], *ACCURACY[0])) for method in methods)
+            rows.append(Row(name, "improve", tuple(map(improvement, *lines, changes, ["accuracy"] * len(rates)))))
     heads = tuple(f"lr {rate:g}" for rate in rates)
     return Table(TITLE, heads, tuple(rows), tuple((head, "accuracy") for head in heads))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from come.bench.record import Record
 from come.bench.report.configurations import one_configuration
-from come.bench.statistics import AVERAGE, Verdict
+from come.bench.statistics import AVERAGE, Judged, Verdict, Verdicts
 from come.errors import InputError
 
 SHORT = {
@@ -50,6 +50,7 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     "accuracy": Metric("Acc", "labelled samples that are predicted right"),
+    "gain": Metric("Gain", "accuracy above that of the model that does not adapt"),
     "fpr": Metric("FPR", "wrong samples that pass the threshold which accepts 95% of the right ones", True, score=""),
     "fpr_softmax": Metric("FPR softmax", "FPR of every row by the largest softmax probability", True, score="softmax"),
     "fpr_belief": Metric("FPR belief", "FPR of every row by the largest belief", True, score="belief"),
@@ -82,15 +83,15 @@ class Entry:
     mean: float
     spread: float | None = None
     change: str = ""
-    """"", or for a difference: "better", "worse", or "same" where none was found."""
+    """"", or for a gain: "better", "worse", or "same" where no difference was found."""
     digits: int = 1
     seeds: int = 1
 
     def __str__(self) -> str:
-        """As it is printed: 52.1, 52.1±0.3, △1.2, ▽0.6, +0.1."""
+        """As it is printed: 52.1, 52.1±0.3, and for a gain △1.2, ▽0.6, +0.1."""
         if self.change == "same":
             return f"{self.mean + 0.0:+.{self.digits}f}"
-        mark = "" if not self.change else "△" if self.mean > 0 else "▽"
+        mark = {"": "", "better": "△", "worse": "▽"}[self.change]
         mean = f"{mark}{abs(self.mean) if mark else self.mean:.{self.digits}f}"
         return mean if self.spread is None else f"{mean}±{self.spread:.{self.digits}f}"
 
@@ -131,18 +132,16 @@ class Table:
     """What "fpr" and other rates rank samples by, a name in `come.metrics.SCORES`."""
 
 
-Verdicts = Mapping[tuple[str, str, str, str], Verdict]
-
-
 def results_table(
-    records: Iterable[Record], title: str = "", metric: str = "accuracy", verdicts: Verdicts | None = None
+    records: Iterable[Record], title: str = "", metric: str = "accuracy", verdicts: Judged | None = None
 ) -> Table:
     """A metric for each domain, then its average; mean and deviation over seeds.
 
     Beside the average accuracy stands the average FPR: as published, each objective by its own confidence, and by softmax for
     all of them; under the source, its FPR by belief shows what the change of the score alone does. Records under one score
-    (`RunFolder.rescored`) have one FPR. The "Improve" row under two objectives of one method is the second minus the first, of
-    the means. With verdicts, a triangle marks a difference that they found: up where the number rose, down where it fell.
+    (`RunFolder.rescored`) have one FPR. The "Improve" row under two objectives of one method is what the second one gains, of
+    the means: positive is better in every column. With verdicts, "Gain" is that of the accuracy over the source, and △ marks
+    what is better beyond chance, ▽ what is worse.
 
     Args:
         records: of one plan; see `configurations`.
@@ -161,10 +160,11 @@ def results_table(
     averages = [metric]
     if metric in ("accuracy", "fpr"):
         beside = ("fpr", "fpr_softmax") if _as_published(records) and "fpr_softmax" in there else ("fpr",)
-        averages = list(dict.fromkeys((metric, *beside)))
+        gain = ("gain",) if metric == "accuracy" and verdicts and verdicts.gains else ()
+        averages = list(dict.fromkeys((metric, *gain, *beside)))
     keys = [*((d, metric) for d in domains), *((AVERAGE, m) for m in averages)]
     heads = [*(cut(SHORT.get(d, d)) for d in domains), *(METRICS[m].under(records[0].result.score) for m in averages)]
-    rows = _with_rescored_source(records, keys, _rows(records, keys, verdicts or {}))
+    rows = _with_rescored_source(records, keys, _rows(records, keys, verdicts or Judged()))
     return Table(title, tuple(heads), rows, tuple(keys), records[0].result.score)
 
 
@@ -177,7 +177,7 @@ def metrics_table(records: Iterable[Record], title: str = "") -> Table:
         for name in METRICS
         if any(m.get(name) if name == "diverged" else name in m for m in found)  # it is news only where it happened
     ]
-    rows = tuple(row for row in _rows(records, keys, {}) if row.ran_with)
+    rows = tuple(row for row in _rows(records, keys, Judged()) if row.ran_with)
     return Table(title, tuple(METRICS[m].column for _, m in keys), rows, tuple(keys), records[0].result.score)
 
 
@@ -193,7 +193,7 @@ def outliers_table(records: Iterable[Record], title: str = "") -> Table | None:
     averages = ("auroc_outlier", "fpr95", "aupr_in", "aupr_out")
     keys = [*((AVERAGE, name) for name in averages), *((domain, "auroc_outlier") for domain in domains)]
     heads = [*(METRICS[name].column for name in averages), *(cut(SHORT.get(d, d)) for d in domains)]
-    return Table(title, tuple(heads), _rows(records, keys, {}), tuple(keys), records[0].result.score)
+    return Table(title, tuple(heads), _rows(records, keys, Judged()), tuple(keys), records[0].result.score)
 
 
 def scores_note(records: Sequence[Record]) -> str:
@@ -251,16 +251,26 @@ def names_of(records: Iterable[Record]) -> dict[tuple[str, str], str]:
     return {(m, o): m if len(several) == 1 else f"{m} + {o}" for m, several in by_method.items() for o in several}
 
 
-def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]], verdicts: Verdicts) -> tuple[Row, ...]:
+def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]], judged: Judged) -> tuple[Row, ...]:
     rows: list[Row] = []
     for method, objectives in objectives_of(records).items():
-        lines = [entries(records, method, objective, keys) for objective in objectives]
+        lines = [_with_gain(entries(records, method, o, keys), keys, judged.gains, method, o) for o in objectives]
         for objective, line in zip(objectives, lines, strict=True):
             rows.append(Row(method, objective if len(objectives) > 1 else "", line, objective))
         if len(lines) == 2:
-            judged = (verdicts.get((method, objectives[1], *key)) for key in keys)
-            rows.append(Row(method, "improve", tuple(map(difference, *lines, judged))))
+            found = (judged.changes.get((method, objectives[1], *key)) for key in keys)
+            of = (metric for _, metric in keys)
+            rows.append(Row(method, "improve", tuple(map(improvement, *lines, found, of))))
     return tuple(rows)
+
+
+def _with_gain(
+    line: Sequence[Entry | None], keys: Sequence[tuple[str, str]], gains: Verdicts, method: str, objective: str
+) -> tuple[Entry | None, ...]:
+    """The line, with the gain over the source where that is a column: no record has it."""
+    verdict = gains.get((method, objective, AVERAGE, "accuracy"))
+    gain = None if verdict is None else _gain(float(verdict.points), verdict)
+    return tuple(gain if metric == "gain" else entry for entry, (_, metric) in zip(line, keys, strict=True))
 
 
 def entries(
@@ -293,15 +303,28 @@ def _over_seeds(values: Sequence[float], metric: Metric) -> Entry | None:
     return Entry(fmean(values), spread, digits=1 if metric.percent else 3, seeds=len(values))
 
 
-def difference(before: Entry | None, after: Entry | None, verdict: Verdict | None) -> Entry | None:
-    """What stands in an Improve row: the second minus the first, marked where the verdict found a difference."""
-    if before is None or after is None:
+def improvement(before: Entry | None, after: Entry | None, verdict: Verdict | None, metric: str) -> Entry | None:
+    """What stands in an Improve row: by how much the second is better, marked where the verdict found a difference."""
+    if before is None or after is None or metric == "gain":
         return None
     # of the numbers as they are printed, so that a reader can check it
-    size = round(round(after.mean, after.digits) - round(before.mean, before.digits), after.digits)
+    rise = round(round(after.mean, after.digits) - round(before.mean, before.digits), after.digits)
+    return _gain(-rise if METRICS[metric].lower_is_better else rise, verdict, after.digits)
+
+
+def _gain(size: float, verdict: Verdict | None, digits: int = 1) -> Entry:
     if verdict is None or not verdict.found:
-        return Entry(size, change="same", digits=after.digits)
-    return Entry(size or verdict.difference, change=verdict.change, digits=after.digits)
+        return Entry(size, change="same", digits=digits)
+    return Entry(size or verdict.gain, change=verdict.change, digits=digits)
+
+
+def averages(table: Table) -> Table:
+    """The table without its single domains."""
+    kept = [i for i, (domain, _) in enumerate(table.keys) if domain == AVERAGE]
+    rows = tuple(replace(row, entries=tuple(row.entries[i] for i in kept)) for row in table.rows)
+    return replace(
+        table, columns=tuple(table.columns[i] for i in kept), keys=tuple(table.keys[i] for i in kept), rows=rows
+    )
 
 
 STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}

@@ -11,11 +11,11 @@ from come.bench.protocols import Outcome
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
-from come.bench.report.findings import changes, failed, headline, missing
+from come.bench.report.findings import changes, failed, headline, helped, missing
 from come.bench.report.formats import plain_markdown, to_markdown
 from come.bench.report.rates import rates_table, without_sweeps
-from come.bench.report.tables import Verdicts, results_table, scores_note
-from come.bench.statistics import called
+from come.bench.report.tables import results_table, scores_note
+from come.bench.statistics import Judged, called
 from come.errors import StateError
 from come.files import replacing
 
@@ -39,7 +39,7 @@ def write_report(
     records: Sequence[Record],
     path: str | Path,
     command: Sequence[str] = (),
-    verdicts: Verdicts | None = None,
+    verdicts: Judged | None = None,
     failures: Sequence[Failure] = (),
     outcome: Outcome | None = None,
 ) -> None:
@@ -52,14 +52,14 @@ def write_report(
         failures: of `RunFolder.failures()`; those of this plan are listed.
         outcome: of `RunFolder.outcome(records)`, if a protocol was followed.
     """
-    records, judged = one_configuration(records), verdicts or {}
+    records, judged = one_configuration(records), verdicts or Judged()
     main, rates = without_sweeps(records), rates_table(records, judged)
     cell, machine = records[0].cell, records[0].machine
     seeds, score = sorted({r.cell.seed for r in records}), records[0].result.score
     bad = sum(r.result.bad_images for r in records)
     lines = [f"# {plain_markdown(f'{cell.model} on {cell.data}, {about(records)}')}", ""]
     if verdicts is not None:
-        lines += [plain_markdown(headline(main, judged)), ""]
+        lines += [plain_markdown(text) + "\n" for text in (helped(records, judged), headline(main, judged)) if text]
         for (method, before, after), found in changes(records, judged).items():
             words = "; ".join(
                 f"{called(v.metric, score)} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason)
@@ -70,8 +70,8 @@ def write_report(
         "",
         "Accuracy in percent for each domain, its average, and the average FPR: the share of wrong samples that pass the",
         "threshold which accepts 95% of the right ones; lower is better.",
-        f"{scores_note(records)} Improve is the second objective minus the first;",
-        "△ and ▽ mark where a difference was found."
+        f"{scores_note(records)} Gain is the accuracy above the source's, Improve what the second objective gains over the",
+        "first: positive is better in every column. △ marks better and ▽ worse, where a difference was found."
         + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
         "",
         to_markdown(results_table(main, verdicts=judged)),
