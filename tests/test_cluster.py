@@ -31,7 +31,7 @@ METHODS, SHIFTS = ("source", "tent"), ("fog", "snow", "contrast", "jpeg_compress
 PLAN = Plan(model="tiny", methods=METHODS, corruptions=SHIFTS, seeds=(0, 1), limit=32, batch_size=16)
 
 
-def tiny(classes=100, kind=TinyClassifier):
+def tiny(classes=8, kind=TinyClassifier):
     """A model that is loaded at once: most of the time goes into starting processes."""
     torch.manual_seed(0)
     return models.Model("tiny", kind(torch.nn.BatchNorm2d, classes), models.Preprocess(8, 8), classes)

@@ -16,7 +16,7 @@ from come.bench.compare import compare_runs, shown_changes
 sys.path.append(str(Path(__file__).parent / "harness"))
 from made_up import add, grid, rows_of
 
-PLAN = {"objectives": ("em",), "corruptions": ("contrast", "fog"), "limit": 96, "batch_size": 16, "seeds": (0, 1)}
+PLAN = {"model": "fashion-vit", "objectives": ("em",), "corruptions": ("contrast", "fog"), "limit": 96, "batch_size": 16, "seeds": (0, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +121,11 @@ def test_rows_are_corrected_together(tmp_path):
 
 def test_fields_that_users_change_pair_and_are_said(tmp_path):
     first = grid(tmp_path / "a", (("tent", "em"),))
-    second = grid(tmp_path / "b", (("tent", "em"),), guard=False, model="fashion-resnet-bn", checkpoint="w.safetensors")
+    second = grid(tmp_path / "b", (("tent", "em"),), guard=False, model="fashion-vit", checkpoint="w.safetensors")
     text = said(compare_runs(first, second))
     for words in (
         "guard: True and False",
-        "model: fashion-vit and fashion-resnet-bn",
+        "model: fashion-resnet-bn and fashion-vit",
         "checkpoint: None and w.safetensors",
     ):
         assert f"differs: {words}" in text

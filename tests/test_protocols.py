@@ -22,7 +22,7 @@ from come.bench.runner import Progress
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(data="fashion:64", corruptions=("fog", "contrast"), batch_size=32)
-SHA256 = models.fingerprint(models.load("fashion-vit").module)
+SHA256 = models.fingerprint(models.load("fashion-resnet-bn").module)
 
 
 class Watching(Progress):
@@ -87,7 +87,7 @@ def test_a_wrong_number_stops_before_anything_is_adapted(tiny, number, tmp_path)
         bench(tiny, no_adapt=number - 1).run(folder)
     said = str(error.value)
     assert f"must reach {number - 1:g} ± 0.01% in protocol tiny, got {number:.2f}%; nothing was adapted" in said
-    assert "normalization than model, other weights than fashion-vit" in said
+    assert "normalization than model, other weights than fashion-resnet-bn" in said
     assert SHA256 in said
     assert "another list of images than the 64 of the protocol (in fashion:64)" in said
     assert {r.cell.method for r in folder.records()} == {"source"}
@@ -128,7 +128,7 @@ def test_no_adapt_that_fails_stops_the_run(tiny, tmp_path, monkeypatch):
 def test_other_weights_stop_before_any_work(tiny, monkeypatch):
     monkeypatch.setattr("come.bench.runner.open_source", lambda *_: pytest.fail("the data was opened"))
     with pytest.raises(
-        come.ModelError, match=f"fashion-vit must have the SHA-256 {'0' * 64} in protocol tiny, got {SHA256}"
+        come.ModelError, match=f"fashion-resnet-bn must have the SHA-256 {'0' * 64} in protocol tiny, got {SHA256}"
     ):
         bench(tiny, weights_sha256="0" * 64)
 
@@ -151,7 +151,7 @@ def test_other_images_stop_before_any_work(tiny):
         ({"batch_size": 64}, "batch-size must be 32 in protocol tiny, got 64"),
         ({"limit": 10}, "limit must be None in protocol tiny, got 10"),
         ({"normalization": "half"}, "normalization must be model in protocol tiny, got half"),
-        ({"model": "fashion-resnet-bn"}, "model must be fashion-vit in protocol tiny, got fashion-resnet-bn"),
+        ({"model": "fashion-vit"}, "model must be fashion-resnet-bn in protocol tiny, got fashion-vit"),
         ({"setting": "lifelong"}, "setting must be standard in protocol tiny, got lifelong"),
         ({"precision": "bf16"}, "precision must be float32 in protocol tiny, got bf16"),
         ({"data": "fashion"}, "data must be fashion:64 in protocol tiny, got fashion"),

@@ -294,7 +294,7 @@ def test_no_records_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("other", "message"),
-    [({"severity": 3}, "severity 5; --plan 2: severity 3"), ({"model": "x"}, "model fashion-vit; --plan 2: model x"),
+    [({"severity": 3}, "severity 5; --plan 2: severity 3"), ({"model": "x"}, "model fashion-resnet-bn; --plan 2: model x"),
      ({"guard": False}, "guard True; --plan 2: guard False"), ({"size": 100}, "size 200; --plan 2: size 100"),
      ({"setting": "lifelong", "rounds": 2}, "setting standard, rounds 1; --plan 2: setting lifelong, rounds 2")],
 )  # fmt: skip

@@ -378,7 +378,7 @@ def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path)
         (["--risk", "0.05"], "--risk and --coverage need --calibrate DATA"),
         (["--calibrate", "fashion:200"], "either risk (needs labels) or coverage, got neither"),
         (["--calibrate", "fashion:30", "--risk", "0.05"], "needs at least 59 labelled calibration samples"),
-        (["--calibrate", "fashion-outliers:far", "--coverage", "0.9"], "has 0 classes and fashion-vit 100"),
+        (["--calibrate", "fashion-outliers:far", "--coverage", "0.9"], "has 0 classes and fashion-resnet-bn 8"),
     ):
         monkeypatch.setattr(sys, "argv", ["come", "serve", *command])
         with pytest.raises(SystemExit) as stopped:

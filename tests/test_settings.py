@@ -289,7 +289,7 @@ def test_mixed_batches_are_corrupted_each_as_its_kind():
 
 
 def test_outliers_have_no_label_and_no_corruption():
-    source, outliers = FashionSource(size=6), FashionOutlierSource("fashion-outliers:far", "far", size=6)
+    source, outliers = FashionSource(size=6), FashionOutlierSource("fashion-outliers:far", "far")
     stream = Stream(
         data="fashion", order=(0, 3, 2), shifts=(("fog", 5),), kinds=(0, OUTLIER, 0), seed=7, domain="far",
         outliers="fashion-outliers:far",
@@ -343,6 +343,7 @@ def test_open_world_has_a_column_without_outliers(tmp_path):
 def test_a_record_tells_what_the_guard_did(tmp_path):
     """In this cell alone: the adapter is shared with the cells before it."""
     plan = SMALL.but(
+        model="fashion-vit",
         data="fashion:960",
         methods=("source", "tent:lr=0.3"),
         objectives=("em",),

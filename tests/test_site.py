@@ -138,7 +138,7 @@ def test_the_python_of_a_page_runs(page, given, capsys):
 def test_the_commands_of_the_first_page_run(given, tmp_path, monkeypatch, capsys):
     """On pictures and a model of one's own."""
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "nets.py").write_text(blocks(DOCS / "models.md", "python")[0].replace("classes=100", "classes=2"))
+    (tmp_path / "nets.py").write_text(blocks(DOCS / "models.md", "python")[0].replace("classes=8", "classes=2"))
     for number in range(8):
         folder = tmp_path / "photos" / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)

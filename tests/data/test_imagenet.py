@@ -136,7 +136,7 @@ def test_a_run_answers_with_the_classes_of_the_data(folder, tmp_path, setting):
 
 def test_a_model_of_other_classes_is_refused(folder):
     with pytest.raises(
-        come.InputError, match="has 3 classes, fashion-vit has 100; choose a model and data that belong"
+        come.InputError, match="has 3 classes, fashion-resnet-bn has 8; choose a model and data that belong"
     ):
         Bench(Plan(data=f"imagenet:{folder}", setting="natural", methods=("source",)))
 
@@ -192,7 +192,7 @@ def test_a_list_that_is_not_named_and_one_that_leads_out(listed):
 
 
 def test_other_data_under_the_same_name_is_another_cell(tmp_path):
-    save_pictures(tmp_path, [f"{k}/{i}.png" for k in range(100) for i in range(2)], (8, 8))
+    save_pictures(tmp_path, [f"{k}/{i}.png" for k in range(8) for i in range(2)], (8, 8))
 
     def key():
         plan = Plan(data=f"folder:{tmp_path}", methods=("source",), corruptions=("fog",), limit=8)

@@ -165,7 +165,7 @@ def test_a_torchvision_set_that_cannot_be_read_is_found_before_anything_runs(tmp
         ("cifar10-c:{empty}", "no labels.npy"),
         ("fodler:x", "no data 'fodler'; did you mean 'folder'"),
         ("fashion:many", "asks for 'many' images; write a number"),
-        ("fashion:0", "asks for '0' images"),
+        ("fashion:0", "size must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_specifications(spec, message, tmp_path):

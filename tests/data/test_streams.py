@@ -167,6 +167,6 @@ def test_what_a_stream_names_is_not_opened(monkeypatch):
     )  # fmt: skip
     with pytest.raises(come.InputError, match="the stream has outliers of 'folder:/home'; pass their source"):
         batches(FashionSource(size=4), stream, Preprocess(32))
-    outliers = FashionOutlierSource("fashion-outliers:far", "far", size=4)
+    outliers = FashionOutlierSource("fashion-outliers:far", "far")
     (batch,) = batches(FashionSource(size=4), stream, Preprocess(32), outliers=outliers)
     assert batch.labels[1] == -1

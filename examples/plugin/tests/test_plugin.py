@@ -55,7 +55,7 @@ def test_the_command_line_knows_them(monkeypatch, capsys, tmp_path):
 
     assert "sharpen   one step down the entropy of the surest samples" in call("list methods")
     assert "Softmax at a temperature of two" in call("list objectives")
-    assert "the embedded characters in negative" in call("list data")
+    assert "the embedded photographs in negative" in call("list data")
     assert "standard, the last corruption first" in call("list settings")
     choice = "--data negatives:32 --setting backwards --methods sharpen:limit=9 --objectives tempered --corruptions fog"
     shown = call(f"bench {choice} --model {__name__}:tiny --image-size 32 --jobs 1 --out {tmp_path}")

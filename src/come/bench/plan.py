@@ -184,11 +184,9 @@ FAST = "tent:lr=0.004"
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "quick": (
-        "one stream of all 15 corruptions without a reset, 384 images of each, on the embedded BatchNorm ResNet unless there is "
-        "--model: the paper's methods and the default one, then Tent at 16 times its learning rate, with and without the "
-        "guard; a minute and a half on two cores",
+        "one stream of all 15 corruptions without a reset, 384 images of each: the paper's methods and the default one, then "
+        "Tent at 16 times its learning rate, with and without the guard; a minute and a half on two cores",
         {
-            "model": "fashion-resnet-bn",
             "setting": "lifelong",
             "corruptions": corruptions.names("standard"),
             "limit": 384,

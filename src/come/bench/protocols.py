@@ -153,8 +153,8 @@ class Protocol(Description):
         """All of it as a paragraph for a paper, in lines of at most 80 characters.
 
         Example:
-            >>> print(get("fashion").paragraph()[:60])
-            Protocol fashion: the embedded ViT on the embedded data. The
+            >>> print(get("fashion").paragraph()[:59])
+            Protocol fashion: the embedded ResNet on the embedded data.
         """
         plan, setting = self.plan, settings.get(self.plan.setting)
         normal = NORMALIZATIONS[plan.normalization]
@@ -265,7 +265,7 @@ def get(name: str) -> Protocol:
 
     Example:
         >>> get("fashion").plan.model
-        'fashion-vit'
+        'fashion-resnet-bn'
     """
     return _filled().get(name)
 
@@ -303,7 +303,7 @@ def _embedded() -> Protocol:
     about = json.loads((files("come.bench") / "embedded" / f"{model.replace('-', '_')}.json").read_text())
     return Protocol(
         name="fashion",
-        summary="the embedded ViT on the embedded data",
+        summary="the embedded ResNet on the embedded data",
         plan=_published(model=model, corruptions=STANDARD),
         images=len(FashionSource()),
         weights_sha256=about.get("sha256"),

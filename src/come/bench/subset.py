@@ -47,7 +47,7 @@ def restricted(model: Model, classes: Sequence[int]) -> Model:
 
     Example:
         >>> from come.bench import models
-        >>> small = restricted(models.load("fashion-vit"), (3, 5, 8))
+        >>> small = restricted(models.load("fashion-resnet-bn"), (3, 5, 7))
         >>> small.num_classes, small.module(torch.zeros(2, 3, 32, 32)).shape
         (3, torch.Size([2, 3]))
     """

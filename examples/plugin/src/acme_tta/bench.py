@@ -19,8 +19,8 @@ class Negatives(Dataset):
         return len(self.photographs)
 
     def __getitem__(self, i):
-        images, labels, _ = self.photographs.load([i])
-        return 255 - images[0], labels[0].item()
+        found = self.photographs.load([i])
+        return 255 - found.images[0], found.labels[0].item()
 
 
 def _open(spec, rest, preprocess, on_bad_image):

@@ -53,7 +53,7 @@ EXTRAS = {
     "serve-ray": "come serve --replicas: several GPUs or machines",
     "ray": "come bench --engine ray: cells on a cluster",
 }
-IMAGES = 64
+IMAGES = 256
 """That each embedded model classifies."""
 MARGIN = 0.1
 """By which its accuracy on them may be below the one on all test images."""
@@ -225,8 +225,8 @@ def _models() -> Iterator[Check]:
 
 
 def _model(name: str, loaded: Loaded) -> Iterator[Check]:
-    about = files("come.bench") / "weights" / f"{name.replace('-', '_')}.json"
-    expected = float(json.loads(about.read_text())["clean_test_accuracy"])
+    about = files("come.bench") / "embedded" / f"{name.replace('-', '_')}.json"
+    expected = float(json.loads(about.read_text())["clean"])
     model = models.load(name)
     with torch.inference_mode():
         answers = model.module(model.preprocess(loaded.images)).argmax(dim=1)
@@ -366,7 +366,7 @@ def doctor(json_: Json = False, debug: Debug = False) -> None:
 
 def _row(check: Check) -> RichTable:
     row = RichTable.grid(padding=(0, 1, 0, 0))
-    for width in (6, 15, None):
+    for width in (6, 17, None):
         row.add_column(width=width, overflow="fold")
     row.add_row(Text(check.status, STYLES[check.status]), Text(check.part), Text(check.says))
     return row

@@ -81,7 +81,7 @@ def _number(text: str, least: int) -> Any:
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="What to serve; [bold]come list models[/].")] = "fashion-vit",
+    model: Annotated[str, typer.Option(help="What to serve; [bold]come list models[/].")] = "fashion-resnet-bn",
     checkpoint: Annotated[Path | None, typer.Option(help="A file with its weights.")] = None,
     method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = "steady",
     objective: Annotated[str, typer.Option(help="come, em, ...")] = "come",

@@ -55,7 +55,7 @@ class Choice(Description):
     """Factor on the learning rate of every method that has one."""
     method: Literal["tent", "eata", "sar", "deyo"] = "tent"
     """What EM and COME are the objective of."""
-    model: Literal["fashion-vit", "fashion-resnet-gn", "fashion-resnet-bn"] = "fashion-resnet-bn"
+    model: Literal["fashion-resnet-bn", "fashion-resnet-gn", "fashion-vit"] = "fashion-resnet-bn"
     guard: bool = True
     """Whether the guard undoes a collapse; otherwise it reports it."""
 
