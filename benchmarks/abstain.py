@@ -154,10 +154,10 @@ def percent(value: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="fashion-vit")
+    parser.add_argument("--model", default="fashion-resnet-bn")
     parser.add_argument("--checkpoint")
     parser.add_argument("--normalization", default="model")
-    parser.add_argument("--data", default="fashion:6000")
+    parser.add_argument("--data", default="fashion")
     parser.add_argument("--source-data", help="clean images, for data that holds its corruptions")
     parser.add_argument("--size", type=int, default=0, help="use so many images, half to calibrate; 0: all")
     parser.add_argument("--method", default="tent")
