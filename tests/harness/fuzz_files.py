@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -28,7 +29,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ from come.bench import run as run_plan
 from come.bench.cli.options import from_toml
 from come.bench.data import Preprocess, Stream, open_source
 from come.testing import TinyClassifier
+
+sys.path.append(str(Path(__file__).parents[1]))
+import cifar10_files as cifar10
 
 SMALL = Preprocess(size=32, resize=36)
 
@@ -590,6 +594,48 @@ def read_cifar(case: Any, folder: Path) -> None:
     assert 0 <= int(loaded.labels[0]) < 10
 
 
+# ---- CIFAR-10 ----
+
+
+@cache
+def cifar10_files() -> dict[str, dict[str, bytes]]:
+    """One small set of files in each layout, and in archives."""
+    found: dict[str, dict[str, bytes]] = {}
+    batches = {name: (pixels[:2], labels[:2]) for name, (pixels, labels) in cifar10.made_up().items()}
+    place = _kept_folder()
+    for layout, save in {
+        "pickled": cifar10.save_pickled,
+        "python 3": partial(cifar10.save_pickled, dump=cifar10.by_python_3),
+        "binary": cifar10.save_binary,
+        "sheets": cifar10.save_sheets,
+    }.items():
+        save(place / layout, batches)
+        found[layout] = {file.name: file.read_bytes() for file in (place / layout).iterdir()}
+        archive = cifar10.pack(place / f"{layout}.tgz", place / layout)
+        unpacked = gzip.decompress(archive.read_bytes())
+        found |= {f"{layout}.tgz": {"a.tgz": archive.read_bytes()}, f"{layout}.tar": {"a.tgz": unpacked}}
+    return found
+
+
+cifar10s = st.deferred(
+    lambda: st.tuples(
+        st.sampled_from([(layout, name) for layout, names in cifar10_files().items() for name in sorted(names)]),
+        splices,
+    )
+)
+
+
+def read_cifar10(case: Any, folder: Path) -> None:
+    (layout, wounded), wounds = case
+    for name, content in cifar10_files()[layout].items():
+        content = spliced(content, wounds) if name == wounded else content
+        (folder / name).write_bytes(gzip.compress(content, 1) if layout.endswith(".tar") else content)
+    source = open_source(f"cifar10:{folder / 'a.tgz' if '.t' in layout else folder}")
+    assert source.load([0]).images.shape == (1, 3, 32, 32)
+    assert source.source_images(2).dtype == torch.uint8
+    assert 0 <= int(source.labels().max()) < 10
+
+
 # ---- specifications on the command line ----
 
 SPECS = (
@@ -602,12 +648,14 @@ SPECS = (
     "torchvision:ImageFolder:..", "torchvision:LSUN:.",
     "torchvision:FakeData", "torchvision:__init__", "torchvision:Kinetics:/tmp", "torchvision:EMNIST:x", "imagenet-c:\0",
     "imagenet-c:" + "x" * 300, "cifar10-c:\0", "cifar100-c:..", "tiny-imagenet:" + "x" * 5000, "http://example.org/x",
+    "cifar10", "cifar10:", "cifar10:..", "cifar10:\0", "cifar10:/dev/zero", "cifar10:" + "x" * 5000,
     "unknown:x", "imagenet:..", "imagenet-r:\0", "openood:..", "openood:..:list=\0", "openood:..:list=/dev/zero",
     "webdataset:\0", "webdataset:{", "webdataset:..", "webdataset:x{1..3}:classes=x", "webdataset:pipe:ls", "hf:\0", "hf:..",
     "hf:.:split=\0",
 )  # fmt: skip
 KINDS_OF_DATA = (
-    "folder", "fashion", "fashion-outliers", "torchvision", "imagenet-c", "cifar10-c", "imagenet", "openood", "webdataset", "x",
+    "folder", "fashion", "fashion-outliers", "torchvision", "imagenet-c", "cifar10", "cifar10-c", "imagenet", "openood",
+    "webdataset", "x",
 )  # fmt: skip
 MODELS = (
     "", ":", "fashion-vit", "timm:", "timm:..", "timm:hf-hub:x/y", "timm:test_resnet.nonsense", "timm:\0", "torchvision:",
@@ -818,6 +866,7 @@ TARGETS = {
         Target("run folder", damages, read_run, 2),
         Target("images", folders, read_images, 2),
         Target("cifar-c", cifars, read_cifar),
+        Target("cifar-10", cifar10s, read_cifar10),
         Target("specification", specs, open_spec),
         Target("checkpoint", weight_files, read_checkpoint, 0.5),
         Target("saved state", states, read_state, 0.5),

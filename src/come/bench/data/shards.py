@@ -17,15 +17,14 @@ from come.bench.data.listing import IMAGE_ENDINGS
 from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import reason, require_regular
+from come.bench.data.tars import Header
 from come.errors import ConfigError, InputError, pip_install, shown
 
 OPTIONS = ("image", "label", "classes")
 """What may follow the shards, as KEY=VALUE."""
 MAX_SHARDS = 100_000
 MAX_LABEL = 2**20
-"""Bytes of a file with a label, or with a long name."""
-READ_WHOLE = (b"L", b"K", b"x", b"g", b"X")
-"""Types of what tells more about the next file, such as a long name; `tarfile` reads it whole."""
+"""Bytes of a file with a label."""
 
 Part = tuple[int, int]
 """Where a file of a sample begins in its shard, and how many bytes it has."""
@@ -122,26 +121,11 @@ def _shards(pattern: str) -> list[Path]:
     return found
 
 
-class _Header(tarfile.TarInfo):
-    """A header that leads on: one with a negative size leads back, and a reader goes round for ever."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
-        """Read a block of 512 bytes; a damaged one is an error, where `tarfile` takes it for the end of the archive."""
-        try:
-            found = super().frombuf(buf, encoding, errors)
-        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
-            raise tarfile.ReadError(str(error)) from error
-        if found.size < 0 or (found.type in READ_WHOLE and found.size > MAX_LABEL):
-            raise tarfile.ReadError(f"a file in it has {found.size} bytes")
-        return found
-
-
 def _read(zoo: Any, shard: Path) -> Iterator[tuple[str, dict[str, Part]]]:
     """What the samples of a shard are called, and where their files are in it, by ending."""
     try:
         size, files = shard.stat().st_size, list[dict[str, Any]]()
-        with tarfile.open(shard, "r:", tarinfo=_Header) as archive:
+        with tarfile.open(shard, "r:", tarinfo=Header) as archive:
             for member in archive:
                 if member.size < 0:  # of a pax header; what it says of the next file is not read yet
                     raise ValueError(f"a file in it has {member.size} bytes")

