@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from come.errors import ComeError, ConfigError, shown, unknown
 from come.registry import parse
 
-WHAT, HOW = "What to run", "How to run it"
+WHAT, HOW, PREPROCESSING = "What to run", "How to run it", "Preprocessing"
 """Groups of options in `--help`."""
 
 LONGEST = 1000
@@ -129,14 +129,14 @@ class Knobs(Description):
     channels_last: bool = knob(False, "Keep channels last in memory: faster convolutions on a GPU.", HOW)
     checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
     normalization: Literal["model", "imagenet", "half", "caffe", "lite"] = knob(
-        "model", "model, imagenet, half, caffe or lite.", HOW
+        "model", "model, imagenet, half, caffe or lite.", PREPROCESSING
     )
-    mean: Channels | None = knob(None, "Of images in \\[0, 1], in place of the model's own; with --std.", HOW)
-    std: Channels | None = knob(None, "The same, positive.", HOW)
-    image_size: Pixels | None = knob(None, "Side of the images, in place of the model's own.", HOW)
-    resize: Pixels | None = knob(None, "Shorter side of a picture before the crop to that size.", HOW)
+    mean: Channels | None = knob(None, "Of images in \\[0, 1], in place of the model's own; with --std.", PREPROCESSING)
+    std: Channels | None = knob(None, "The same, positive.", PREPROCESSING)
+    image_size: Pixels | None = knob(None, "Side of the images, in place of the model's own.", PREPROCESSING)
+    resize: Pixels | None = knob(None, "Shorter side of a picture before the crop to that size.", PREPROCESSING)
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = knob(
-        None, "Of that resizing: bilinear, bicubic, ...; by default the model's own.", HOW
+        None, "Of that resizing: bilinear, bicubic, ...; by default the model's own.", PREPROCESSING
     )
     source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)
     source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)

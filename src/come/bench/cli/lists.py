@@ -20,7 +20,6 @@ from come.method import Method
 from come.registry import summary
 
 
-
 class Listing(NamedTuple):
     """One of the lists."""
 
