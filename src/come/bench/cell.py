@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Set
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -106,6 +105,9 @@ class Knobs(Description):
         "See [bold]come list models[/]; your own is MODULE:FACTORY. Arguments follow: timm:NAME:img_size=64.",
     )
     data: Text = knob("fashion", "See [bold]come list data[/].")
+    classes: Text | None = knob(
+        None, "A file with the names of the classes in the order of the model's outputs, for data in folders."
+    )
     setting: Text = knob("standard", "See [bold]come list settings[/].")
     severity: Severity | None = knob(None, "1 to 5; by default the setting's own.")
     outlier_ratio: float = knob(0.5, "Open world: share of outliers.", gt=0, lt=1)
@@ -145,8 +147,8 @@ class Knobs(Description):
 BARE = "bare"
 """Behind the name of a method: without the guard."""
 
-LATER = ("images", "total", "edition")
-"""Fields of a cell that came later: without a value they are no part of its key."""
+LATER = ("images", "total", "edition", "classes")
+"""Fields that came later: without a value they are no part of a cell's key, or of a plan's name."""
 
 
 class Cell(Knobs):
@@ -180,7 +182,7 @@ class Cell(Knobs):
     @property
     def key(self) -> str:
         """Sixteen hexadecimal digits that name this configuration and no other."""
-        return digest(self, leave_out={name for name in LATER if getattr(self, name) is None})[:16]
+        return digest(self)[:16]
 
     @property
     def base(self) -> str:
@@ -226,9 +228,9 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any], bool]:
     return name, given, BARE in arguments
 
 
-def digest(described: Description, leave_out: Set[str] = frozenset()) -> str:
+def digest(described: Description) -> str:
     """64 hexadecimal digits that follow from the values alone."""
-    values = described.model_dump(exclude=set(leave_out))
+    values = described.model_dump(exclude={name for name in LATER if getattr(described, name, None) is None})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

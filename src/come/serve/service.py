@@ -54,7 +54,7 @@ class Answer(NamedTuple):
     uncertainty: list[float]
     """In [0, 1], see `come.Objective.uncertainty`."""
     confidence: list[float]
-    """What the threshold for abstaining is on, see `come.Fleet.confidence`; 0 for a sample that is not valid, or less if the score can be."""
+    """What the threshold for abstaining is on, see `come.Fleet.confidence`; 0 for a sample that is not valid."""
     abstain: list[bool]
     """The sample is invalid, or below the threshold that `Service.calibrate` has chosen: do not rely on the label."""
     valid: list[bool]
