@@ -157,12 +157,28 @@ def test_lists(kind, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", lists.LISTS)
 def test_lists_as_json(kind, monkeypatch, capsys):
     code, out, _ = call(monkeypatch, capsys, "list", kind, "--json")
-    rows = lists.LISTS[kind]()[1:]
+    rows = lists.LISTS[kind].rows()[1:]
     assert code == 0
     assert [list(found.values()) for found in json.loads(out)] == [list(row) for row in rows]
     assert all(key.isidentifier() for found in json.loads(out) for key in found)
     if kind == "protocols":
         assert call(monkeypatch, capsys, "protocol", "list", "--json")[1] == out
+
+
+def test_a_list_without_a_kind_lists_the_kinds(monkeypatch, capsys):
+    code, out, err = call(monkeypatch, capsys, "list")
+    assert (code, err) == (0, "")
+    head, *lines = [line.rstrip() for line in out.splitlines()]
+    assert head.split() == ["list", "what", "it", "lists", "example"]
+    assert [line.split()[0] for line in lines] == list(lists.LISTS)  # one line each
+    assert all(line.endswith(f"come list {kind}") for line, kind in zip(lines, lists.LISTS, strict=True))
+    assert max(map(len, lines)) <= 80
+    code, out, _ = call(monkeypatch, capsys, "list", "--json")
+    assert code == 0
+    assert [(one["list"], one["example"]) for one in json.loads(out)] == [(k, f"come list {k}") for k in lists.LISTS]
+    code, _, err = call(monkeypatch, capsys, "list", "metods")
+    assert code == 2
+    assert err.startswith("error: no list 'metods'; did you mean 'methods'?")
 
 
 def test_shell_completion(tmp_path, monkeypatch):

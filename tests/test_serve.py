@@ -13,6 +13,7 @@ import torch
 
 import come
 from come import saving
+from come.abstain import SCORES
 from come.serve import Mode, RequestError, Service
 from come.serve.modes import Signal
 from come.serve.states import States, key_of, part_of
@@ -378,6 +379,55 @@ def test_abstention_and_invalid_samples():
             assert found.abstain[0]
             assert found.abstain[1:] == known.abstains(found.logits)[1:].tolist()
             assert 0 < sum(found.abstain[1:]) < 3
+
+
+@pytest.mark.parametrize("adapt", ["inline", "after", "every:2", "shift", "never"])
+@pytest.mark.parametrize("score", ["confidence", "softmax", "entropy"])
+def test_an_answer_says_why_it_abstains(adapt, score):
+    """In every mode the confidence is what the threshold is on: an answer abstains exactly where it is below."""
+    broken = X[5].clone()
+    broken[1] = 1e30
+    with make(adapt=adapt, objective="come") as service:
+        known = come.objectives.get("come")
+        before = service.predict("new", X[0])
+        torch.testing.assert_close(torch.tensor(before.confidence), known.confidence(before.logits))
+        promise = service.calibrate(X, coverage=0.6, score=score)
+        seen = set()
+        for x in (*X[:6], broken):
+            for name in ("a", "b"):
+                answer = service.predict(name, x)
+                below = [c < promise.threshold for c in answer.confidence]
+                assert answer.abstain == [b or not good for b, good in zip(below, answer.valid, strict=True)]
+                expected = SCORES[score](known, answer.logits)[torch.tensor(answer.valid)]
+                found = torch.tensor(answer.confidence)[torch.tensor(answer.valid)]
+                torch.testing.assert_close(found, expected)
+                seen |= set(below)
+        assert seen == {True, False}
+
+
+@pytest.mark.parametrize("adapt", ["inline", "after", "every:1", "shift", "never"])
+def test_an_invalid_sample_has_a_confidence_of_0(adapt):
+    x = X[0].clone()
+    x[2] = 1e30
+    with make(adapt=adapt, objective="em") as service:
+        service.predict("a", X[1])
+        answer = service.predict("a", x)
+        assert answer.valid == [True, True, False, True]
+        assert [c > 0 for c in answer.confidence] == answer.valid
+        assert answer.confidence[2] == 0
+
+
+def test_the_confidence_of_a_tenant_is_by_its_own_promise(tmp_path):
+    """A server that was not calibrated goes on with the thresholds in its tenants' files."""
+    with make(state=tmp_path, adapt="never", objective="em") as service:
+        service.calibrate(X, coverage=0.6, score="energy")
+        service.predict("old", X[0])
+        service.reset("old")
+    with make(state=tmp_path, adapt="never", objective="em", max_wait=0.2) as service:
+        old, new = (one.result() for one in [service.ask("predict", name, X[0]) for name in ("old", "new")])
+    assert old.confidence == pytest.approx(old.logits.logsumexp(dim=1).tolist(), rel=1e-4)
+    assert new.confidence == pytest.approx(new.logits.softmax(dim=1).amax(dim=1).tolist(), rel=1e-4)
+    assert new.abstain == [False] * 4
 
 
 def test_preprocessing_of_the_host():

@@ -14,13 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from calling import call
+from drawing import save_pictures
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import come
 from come import saving
-from come.bench import cli
+from come.bench import cli, models
 from come.errors import pip_install
+from come.methods import DEFAULT
 from come.serve import Service, http
 from come.serve.http import create
 from come.serve.states import key_of
@@ -60,7 +63,7 @@ def test_both_forms_are_answered_alike(client):
     classifier = come.adapt(MODEL, "tent", lr=0.01)
     classifier.calibrate(X, coverage=0.6)
     step = classifier.step(X[0])
-    expected = step.logits
+    expected, default = step.logits, come.adapt(MODEL)  # whose objective the service has
     raw = post(client, "raw", X[0], params={"logits": True})
     written = client.post("/v1/tenants/json/predict", json={"inputs": X[0].tolist()}, params={"logits": True})
     assert (raw.status_code, written.status_code) == (200, 200)
@@ -68,6 +71,7 @@ def test_both_forms_are_answered_alike(client):
         torch.testing.assert_close(torch.tensor(found["logits"]), expected, rtol=1e-4, atol=1e-4)
         assert found["labels"] == expected.argmax(dim=1).tolist()
         assert found["abstain"] == step.abstain.tolist()
+        assert found["confidence"] == pytest.approx(default.confidence(expected).tolist(), abs=1e-4)
         assert found["adapted"] is True
     assert "logits" not in post(client, "raw", X[1]).json()
 
@@ -368,6 +372,66 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
             _ = come.serve
 
 
+@pytest.fixture
+def serves(monkeypatch, capsys):
+    """The service that the command would run, and what it says on the way."""
+
+    def run(*command):
+        made = []
+        monkeypatch.setattr(cli.serve, "_run_here", lambda service, *_: made.append(service))
+        code, out, err = call(monkeypatch, capsys, "serve", *command)
+        assert code == 0, err
+        with made[0] as service:
+            return service, out + err
+
+    return run
+
+
+def test_the_command_takes_the_preprocessing_of_come_bench(serves):
+    pixels = torch.randint(0, 256, (4, 3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    given = {"image_size": 48, "mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    model = ("--model", "fashion-resnet-gn")
+    service, _ = serves(*model, "--image-size", "48", "--mean", "0.1,0.2,0.3", "--std", "0.4,0.5,0.6")
+    assert service.shape == (3, 48, 48)
+    expected = models.load("fashion-resnet-gn", **given).preprocess
+    assert torch.equal(service._preprocess(pixels), expected(pixels))
+    service, _ = serves(*model, "--normalization", "half")
+    assert service._preprocess.normalization == ((0.5,) * 3, (0.5,) * 3)
+    unused = ("--resize", "40", "--interpolation", "bicubic", "--mean=0,0,0", "--std=1,1,1")
+    service, said = serves(*model, "--dtype", "float32", *unused)
+    assert "no effect without --calibrate: --mean, --std, --resize, --interpolation; clients send" in said
+
+
+def test_both_commands_have_one_definition_of_the_preprocessing(monkeypatch, capsys):
+    panels = []
+    for command in ("bench", "serve"):
+        _, out, _ = call(monkeypatch, capsys, command, "--help")
+        panels.append(out.partition("─ Preprocessing ─")[2].partition("╰")[0])
+        assert max(map(len, out.splitlines())) <= 80
+    assert panels[0] == panels[1]
+    assert all(f"--{name.replace('_', '-')} " in panels[0] for name in models.PREPROCESSING)
+
+
+def test_the_command_calibrates_on_pictures_that_are_prepared_as_it_was_told(serves, tmp_path):
+    for name in "abcdefgh":
+        save_pictures(tmp_path, [f"{name}/{i}.png" for i in range(3)])
+    common = ("--model", "fashion-resnet-gn", "--calibrate", f"folder:{tmp_path}", "--coverage", "0.5")
+    thresholds = {
+        serves(*common, *more)[0]._fleet.promise.threshold
+        for more in ([], ["--image-size", "40"], ["--resize", "64"], ["--mean=0,0,0", "--std=1,1,1"])
+    }
+    assert len(thresholds) == 4
+
+
+def test_the_command_adapts_as_come_adapt_does_by_default(serves):
+    service, _ = serves()
+    ours, theirs = service._fleet._one.method, come.adapt(MODEL).method
+    assert (type(ours), ours.objective) == (type(theirs), theirs.objective)
+    assert ours.name == DEFAULT
+    assert serves("--method", "tent")[0]._fleet._one.method.objective == come.adapt(MODEL, "tent").method.objective
+    assert serves("--objective", "em")[0]._fleet._one.method.objective == come.objectives.get("em")
+
+
 def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path):
     for command, words in (
         (["--model", "fashion-vti"], "did you mean 'fashion-vit'"),
@@ -376,6 +440,11 @@ def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path)
         (["--device", "no"], "no device 'no'"),
         (["--method", "memo"], "cannot differ by stream"),
         (["--risk", "0.05"], "--risk and --coverage need --calibrate DATA"),
+        (["--image-size", "0"], "image-size must be greater than or equal to 1, got 0"),
+        (["--mean", "0,0"], "mean must be three numbers, of red, green and blue"),
+        (["--mean", "0,0,0"], "mean and std must be given together"),
+        (["--normalization", "imagnet"], "normalization must be 'model', 'imagenet', 'half', 'caffe' or 'lite'"),
+        (["--interpolation", "cubic"], "interpolation must be 'nearest', "),
         (["--calibrate", "fashion:200"], "either risk (needs labels) or coverage, got neither"),
         (["--calibrate", "fashion:30", "--risk", "0.05"], "needs at least 59 labelled calibration samples"),
         (["--calibrate", "fashion-outliers:far", "--coverage", "0.9"], "has 0 classes and fashion-resnet-bn 8"),

@@ -67,6 +67,7 @@ def test_a_killed_replica_comes_back_with_its_tenants(tmp_path):
                     time.sleep(0.2)
                 assert found.status_code == 200, found.text
                 torch.testing.assert_close(torch.tensor(found.json()["logits"]), expected, rtol=1e-4, atol=1e-4)
+                assert found.json()["confidence"] == pytest.approx(adapter.confidence(expected).tolist(), abs=1e-3)
         assert client.get("/readyz").json() == {"ready": True}
         assert client.get("/v1/tenants/..%2fx/health").status_code == 404
         assert post(client, "ü", X[0]).status_code == 400

@@ -39,6 +39,8 @@ SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
 """Confidences by name, from an objective and logits (..., K) to (...,); larger is more confident. They are those of
 `come.metrics.SCORES`."""
 
+DEFAULT_SCORE = "confidence"
+
 PILOT = 0.25
 """Of the labelled samples, the share that chooses which thresholds are tested, and in which order."""
 STEPS = 100
@@ -136,6 +138,24 @@ def usable(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     return known if valid is None else known & valid
 
 
+def confidences(score: str, objective: Objective, logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """What a threshold is on: the score of each sample, (B, K) -> (B,); the least there is for samples without an answer.
+
+    Args:
+        score: a name in `SCORES`.
+        objective: whose confidence it is.
+        logits: (B, K).
+        valid: (B,) bool, what the guard has found.
+
+    Example:
+        >>> confidences("softmax", Opinion(), torch.tensor([[2.0, 0.0], [math.nan, 0.0]]))
+        tensor([0.8808, 0.0000])
+    """
+    good = usable(logits, valid)
+    found = SCORES[score](objective, torch.where(good[:, None], logits, UNKNOWN))
+    return torch.where(good, found, found.clamp(max=0))  # a probability is 0; other scores are negative there
+
+
 def abstains(
     promise: Promise, objective: Objective, logits: Tensor, threshold: Tensor | None, valid: Tensor | None = None
 ) -> Tensor:
@@ -177,7 +197,7 @@ class Wanted:
     risk: float | None = None
     coverage: float | None = None
     delta: float = 0.1
-    score: str = "confidence"
+    score: str = DEFAULT_SCORE
     follow: bool = False
 
     def __post_init__(self) -> None:

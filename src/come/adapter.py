@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from come import export as exporting
 from come import methods, optim, saving
-from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored, usable
+from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences, followed, scored, usable
 from come.borrowed import Borrowed
 from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown, warn
@@ -245,6 +245,14 @@ class Adapter:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
         return self._objective.uncertainty(logits)
 
+    def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
+        """How sure each answer is, (B, K) -> (B,), by the score that the threshold is on; see `come.abstain.confidences`.
+
+        Before `calibrate` it is the objective's confidence: the largest probability of a class.
+        """
+        now = self._now.abstention
+        return confidences(DEFAULT_SCORE if now is None else now.promise.score, self._objective, logits, valid)
+
     # ---- abstaining ----
 
     @exclusive
@@ -256,7 +264,7 @@ class Adapter:
         risk: float | None = None,
         coverage: float | None = None,
         delta: float = 0.1,
-        score: str = "confidence",
+        score: str = DEFAULT_SCORE,
         follow: bool = False,
     ) -> Promise:
         r"""Choose when not to answer, with a promise for samples like these; then `Step.abstain` and `abstains` say so.

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from come import saving
-from come.abstain import Abstention, Promise, abstains, followed, usable
+from come.abstain import DEFAULT_SCORE, Abstention, Promise, abstains, confidences, followed, usable
 from come.adapter import Adapter, Moment, adapt
 from come.compiled import Steps
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
 from come.files import replacing
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, to_host
-from come.inputs import Inputs, logits_of
+from come.inputs import Inputs, exact, logits_of
 from come.locks import ModelLock, exclusive
 from come.many import Many, Stack
 from come.meeting import Meeting
@@ -266,6 +266,21 @@ class Fleet:
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
         return self._one.uncertainty(logits)
+
+    @exclusive
+    def confidence(self, logits: Tensor, streams: Any, valid: Tensor | None = None) -> Tensor:
+        """How sure each answer is, as `Adapter.confidence`; `streams` as in `step`."""
+        by_score: dict[str, list[int]] = {}
+        with untracked():
+            for name, rows in self._ready(streams, len(logits)).items():
+                known = self._moment(name).abstention
+                by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(rows)
+            found = exact(logits).new_zeros(len(logits))
+            for score, rows in by_score.items():
+                at = index(rows, logits.device)
+                good = None if valid is None else valid[at]
+                found[at] = confidences(score, self._one._objective, logits[at], good)
+            return found
 
     # ---- abstaining ----
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Set
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,7 +19,7 @@ from pydantic.fields import FieldInfo
 from come.errors import ComeError, ConfigError, shown, unknown
 from come.registry import parse
 
-WHAT, HOW = "What to run", "How to run it"
+WHAT, HOW, PREPROCESSING = "What to run", "How to run it", "Preprocessing"
 """Groups of options in `--help`."""
 
 LONGEST = 1000
@@ -106,6 +105,9 @@ class Knobs(Description):
         "See [bold]come list models[/]; your own is MODULE:FACTORY. Arguments follow: timm:NAME:img_size=64.",
     )
     data: Text = knob("fashion", "See [bold]come list data[/].")
+    classes: Text | None = knob(
+        None, "A file with the names of the classes in the order of the model's outputs, for data in folders."
+    )
     setting: Text = knob("standard", "See [bold]come list settings[/].")
     severity: Severity | None = knob(None, "1 to 5; by default the setting's own.")
     outlier_ratio: float = knob(0.5, "Open world: share of outliers.", gt=0, lt=1)
@@ -129,14 +131,14 @@ class Knobs(Description):
     channels_last: bool = knob(False, "Keep channels last in memory: faster convolutions on a GPU.", HOW)
     checkpoint: Text | None = knob(None, "Weights to use in place of the pretrained ones.", HOW)
     normalization: Literal["model", "imagenet", "half", "caffe", "lite"] = knob(
-        "model", "model, imagenet, half, caffe or lite.", HOW
+        "model", "model, imagenet, half, caffe or lite.", PREPROCESSING
     )
-    mean: Channels | None = knob(None, "Of images in \\[0, 1], in place of the model's own; with --std.", HOW)
-    std: Channels | None = knob(None, "The same, positive.", HOW)
-    image_size: Pixels | None = knob(None, "Side of the images, in place of the model's own.", HOW)
-    resize: Pixels | None = knob(None, "Shorter side of a picture before the crop to that size.", HOW)
+    mean: Channels | None = knob(None, "Of images in \\[0, 1], in place of the model's own; with --std.", PREPROCESSING)
+    std: Channels | None = knob(None, "The same, positive.", PREPROCESSING)
+    image_size: Pixels | None = knob(None, "Side of the images, in place of the model's own.", PREPROCESSING)
+    resize: Pixels | None = knob(None, "Shorter side of a picture before the crop to that size.", PREPROCESSING)
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"] | None = knob(
-        None, "Of that resizing: bilinear, bicubic, ...; by default the model's own.", HOW
+        None, "Of that resizing: bilinear, bicubic, ...; by default the model's own.", PREPROCESSING
     )
     source_data: Text | None = knob(None, "Clean images for EATA's Fisher matrix, if the data has none.", HOW)
     source_size: int = knob(2000, "How many of them.", HOW, ge=1, le=10**6)
@@ -145,8 +147,8 @@ class Knobs(Description):
 BARE = "bare"
 """Behind the name of a method: without the guard."""
 
-LATER = ("images", "total", "edition")
-"""Fields of a cell that came later: without a value they are no part of its key."""
+LATER = ("images", "total", "edition", "classes")
+"""Fields that came later: without a value they are no part of a cell's key, or of a plan's name."""
 
 
 class Cell(Knobs):
@@ -180,7 +182,7 @@ class Cell(Knobs):
     @property
     def key(self) -> str:
         """Sixteen hexadecimal digits that name this configuration and no other."""
-        return digest(self, leave_out={name for name in LATER if getattr(self, name) is None})[:16]
+        return digest(self)[:16]
 
     @property
     def base(self) -> str:
@@ -226,9 +228,9 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any], bool]:
     return name, given, BARE in arguments
 
 
-def digest(described: Description, leave_out: Set[str] = frozenset()) -> str:
+def digest(described: Description) -> str:
     """64 hexadecimal digits that follow from the values alone."""
-    values = described.model_dump(exclude=set(leave_out))
+    values = described.model_dump(exclude={name for name in LATER if getattr(described, name, None) is None})
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -29,7 +29,7 @@ from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts,
 from come.errors import InputError
 
 VARIED = frozenset(
-    {"model", *models.OPTIONS, "guard", "hyper", "source_data", "source_size", "size", "replay", "weights"}
+    {"model", *models.OPTIONS, "classes", "guard", "hyper", "source_data", "source_size", "size", "replay", "weights"}
 )
 """Fields of a cell that may differ between two runs that are compared."""
 

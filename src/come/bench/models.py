@@ -62,7 +62,8 @@ DESCRIPTIONS = {
     "open_clip:NAME": "a model of open_clip as zero-shot classifier; add :classes=FILE, with a name in each line",
     "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }
-OPTIONS = ("checkpoint", "normalization", "image_size", "resize", "interpolation", "mean", "std")
+PREPROCESSING = ("normalization", "mean", "std", "image_size", "resize", "interpolation")
+OPTIONS = ("checkpoint", *PREPROCESSING)
 """What `load` takes beside a name, and what `come.bench.cell.Knobs` calls it."""
 
 

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from come.adapter import Adapter, adapt
-from come.bench import models, settings
+from come.bench import chance, models, settings
 from come.bench.cell import Cell
 from come.bench.cluster import Cluster, Workers
-from come.bench.data import OnBadImage, Source, Stream, open_source
+from come.bench.data import FashionSource, OnBadImage, Source, Stream, open_source
+from come.bench.data.classes import in_order, read_classes
 from come.bench.data.reading import reason
 from come.bench.data.store import Kept, Resident
-from come.bench.data.streams import OUTLIER
+from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.folder import RunFolder, Stamp, check_space
 from come.bench.helpers import Helpers
 from come.bench.machine import ALONE, Jobs, Meter
@@ -37,7 +38,7 @@ from come.bench.record import Failure, Record, Rows
 from come.bench.settings import Episode
 from come.bench.subset import restricted
 from come.bench.together import automatic_streams, bundle_key, bundles, given, own, run_together
-from come.errors import ComeError, ConfigError, InputError, ModelError, require, require_int
+from come.errors import ComeError, ConfigError, InputError, ModelError, require, require_int, warn
 from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.methods import get as get_method
@@ -76,6 +77,10 @@ class Progress:
 
     def fail(self, failure: Failure) -> None:
         """It failed; the others go on."""
+
+    def doubt(self, doubt: str) -> None:
+        """The unadapted model is near chance, before anything runs; by default a warning."""
+        warn(doubt)
 
     def meet(self, outcome: Outcome) -> None:
         """No Adapt reached the number of the protocol, or there is none."""
@@ -238,6 +243,9 @@ class Bench:
         self._clean: Source | None = None
         """Where source images come from, if a method needs some."""
         self._source = source or self._open(plan.data)
+        self._embedded = source is None and isinstance(self._source, FashionSource)
+        if plan.classes is not None:
+            self._source.number(read_classes(plan.classes), plan.classes)
         if protocol is not None:
             protocol.check_images(self._source)
         self._outliers = {spec: self._open(spec) for spec in plan.outliers or ()}
@@ -345,10 +353,13 @@ class Bench:
             raise InputError(f"{source.name} has no labels, so it can only be given as --outliers; choose other --data")
         within = source.subset is not None and model.num_classes == IMAGENET
         if source.num_classes != model.num_classes and not within:
-            raise InputError(
-                f"{source.name} has {source.num_classes} classes, {model.name} has {model.num_classes}; choose a model and "
-                "data that belong together"
-            )
+            who = f"{source.name} has" if plan.classes is None else f"{plan.classes} names"
+            repair = "choose a model and data that belong together"
+            if plan.classes is not None:
+                repair = "give a file that names each output of the model"
+            elif len(source.classes) in range(1, model.num_classes):
+                repair += ", or name all classes of the model with --classes FILE"
+            raise InputError(f"{who} {source.num_classes} classes, {model.name} has {model.num_classes}; {repair}")
         if plan.statistics is not None and not any(isinstance(m, _BatchNorm) for m in model.module.modules()):
             raise ConfigError(f"statistics has no effect: {model.name} has no BatchNorm layer; leave it out")
         if source.holds is not None and not plan.corruptions:
@@ -417,6 +428,34 @@ class Bench:
             raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
         return chosen
 
+    @property
+    def class_order(self) -> str:
+        """The order of the classes, where folders are named after them, and where it is from; else empty."""
+        source, file = self._source, self.plan.classes
+        if not source.classes:
+            return ""
+        origin = "in ImageNet's order" if source.subset is not None else "in alphabetical order"
+        if file is not None:
+            there = len(torch.unique(source.labels()))
+            origin = f"as in {file}" + (f", images of {there}" if there < source.num_classes else "")
+        return f"{in_order(source.classes)} ({source.num_classes} classes, {origin})"
+
+    def doubt(self) -> str:
+        """Why the model may not fit the data: without adaptation it is near chance on a few images; else empty.
+
+        Nobody looks at the embedded data, nor where a protocol checks No Adapt by its number.
+        """
+        if self._embedded or self.protocol is not None:
+            return ""
+        source, cell = self._source, self.cells[0]
+        shift = (None, 5) if source.holds is None else ((self.plan.corruptions or source.holds)[0], self._severities[0])
+        device = self._device if self._cluster is None else torch.device("cpu")
+        indices = shuffle(settings.samples(cell, source), cell.seed)
+        try:
+            return chance.doubt(self._model, source, indices, shift, device, self.class_order)
+        except Exception:  # whoever needs what is broken says so
+            return ""
+
     def run(self, folder: RunFolder, progress: Progress | None = None, *, fresh: bool = False) -> list[Record]:
         """Run what is not done, and return the records of all cells in the plan's order.
 
@@ -434,6 +473,8 @@ class Bench:
         old += [folder.file(cell.key) for cell in waiting if fresh]
         before = {path: stamp for path in old if (stamp := folder.stamp(path)) is not None}
         under_way = UnderWay(folder, progress, before)
+        if any(under_way.record(cell) is None for cell in waiting) and (doubt := self.doubt()):
+            progress.doubt(doubt)
         if self.protocol is not None:
             firsts = [cell for cell in waiting if self._is_first(cell)]
             self._run_all(firsts, under_way)

@@ -84,7 +84,7 @@ def create(backend: Service | Backend) -> FastAPI:
         >>> with TestClient(create(Service(model, shape=(4,)))) as client:
         ...     answer = client.post("/v1/tenants/north/predict", json={"inputs": [[0.1, 0.2, 0.3, 0.4]]})
         ...     sorted(answer.json())
-        ['abstain', 'adapted', 'labels', 'uncertainty', 'valid']
+        ['abstain', 'adapted', 'confidence', 'labels', 'uncertainty', 'valid']
     """
     behind: Backend = Local(backend) if isinstance(backend, Service) else backend
     parsing = asyncio.Lock()
@@ -115,7 +115,7 @@ def create(backend: Service | Backend) -> FastAPI:
         x = await _samples(request, behind, parsing)
         answer: Answer = await _patiently(behind.ask("predict", name, x))
         found = {key: value for key, value in answer._asdict().items() if key != "logits"}
-        found["uncertainty"] = [round(u, 6) for u in answer.uncertainty]
+        found |= {name: [round(value, 6) for value in found[name]] for name in ("uncertainty", "confidence")}
         if logits:
             found["logits"] = [[z if math.isfinite(z) else None for z in row] for row in answer.logits.tolist()]
         return JSONResponse(found)

@@ -53,6 +53,8 @@ class Answer(NamedTuple):
     labels: list[int]
     uncertainty: list[float]
     """In [0, 1], see `come.Objective.uncertainty`."""
+    confidence: list[float]
+    """What the threshold for abstaining is on, see `come.Fleet.confidence`; 0 for a sample that is not valid."""
     abstain: list[bool]
     """The sample is invalid, or below the threshold that `Service.calibrate` has chosen: do not rely on the label."""
     valid: list[bool]
@@ -518,13 +520,16 @@ class Service:
         logits, _, _, valid, below = self._fleet.step(x, names) if step else self._fleet.answer(x, names)
         good = answered(logits) if valid is None else answered(logits) & valid
         u = self._fleet.uncertainty(logits).nan_to_num(1.0)
+        confidence = self._fleet.confidence(logits, names, valid)
         abstain = ~good if below is None else ~good | below
         logits = logits.float().cpu()
-        labels, us, abstains, goods = (value.tolist() for value in (logits.argmax(dim=1), u, abstain, good))
+        found = (logits.argmax(dim=1), u, confidence, abstain, good)
+        labels, us, confidences, abstains, goods = (value.tolist() for value in found)
         adapted, answers, begin = step or self.mode.kind == "after", list[Answer](), 0
         for one in requests:
             at = slice(begin, begin := begin + len(one.x))
-            answers.append(Answer(labels[at], us[at], abstains[at], goods[at], logits[at].clone(), adapted))
+            mine = Answer(labels[at], us[at], confidences[at], abstains[at], goods[at], logits[at].clone(), adapted)
+            answers.append(mine)
         return answers
 
     def _input(self, parts: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 import warnings
 
@@ -15,6 +17,8 @@ __all__ = ["app", "main"]
 
 for _module in (bench, reports, reproduce, protocol, serve, demo, lists, doctor):  # in the order of --help
     _module.add(app)
+for _command in app.registered_commands:  # the terminal breaks the lines of --help, not the docstring
+    _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
 
 
 def main() -> None:

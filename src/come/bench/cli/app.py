@@ -14,10 +14,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Test-time adaptation that knows what it does not know.
-
-Start with [bold]come bench[/]: in two minutes, on two cores and without a network, it shows how Tent, EATA and SAR
-fare under corruption with entropy minimization (em) and with COME.""",
+    help="Test-time adaptation that knows what it does not know.\n\n"
+    "Start with [bold]come bench[/]: in two minutes, on two cores and without a network, it shows how Tent, EATA and SAR "
+    "fare under corruption with entropy minimization (em) and with COME.",
 )
 
 

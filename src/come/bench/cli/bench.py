@@ -34,7 +34,7 @@ from come.bench.cli.options import (
     from_toml,
     with_plan,
 )
-from come.bench.cli.watch import run_watched, say_refused, say_unfinished, show_results
+from come.bench.cli.watch import run_watched, say_doubt, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
 from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
@@ -177,6 +177,10 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
         table.add_row(*map(escape, row))
     console.print(table)
     say_refused(console, bench.refused)
+    if bench.class_order:
+        console.print(f"classes: {bench.class_order}", markup=False)
+    if doubt := bench.doubt():
+        say_doubt(console, doubt)
     check_space(folder, cells)
     plan = bench.plan
     within = f" restricted to {bench.restricted} classes" if bench.restricted else ""

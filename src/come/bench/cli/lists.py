@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -19,42 +19,85 @@ from come.errors import unknown
 from come.method import Method
 from come.registry import summary
 
-LISTS: dict[str, Callable[[], list[tuple[str, ...]]]] = {
-    "methods": lambda: [
-        ("method", "what it does", "COME", "needs", "cost"),
-        *((n, summary(m), "yes" if m.minimizes else "-", m.needs, m.cost) for n, m in _methods()),
-    ],
-    "objectives": lambda: [
-        ("objective", "what it is"),
-        *((n, summary(objectives.get(n))) for n in objectives.names()),
-    ],
-    "corruptions": lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
-    "settings": lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
-    "protocols": lambda: [
-        ("protocol", "what it is", "No Adapt"),
-        *((n, p.summary, p.expected) for n in protocols.names() for p in (protocols.get(n),)),
-    ],
-    "models": lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()],
-    "data": lambda: [("data", "what it is"), *((k.usage, k.about) for n in opening.names() for k in (opening.get(n),))],
+
+class Listing(NamedTuple):
+    """One of the lists."""
+
+    about: str
+    """What it lists, in a line."""
+    rows: Callable[[], list[tuple[str, ...]]]
+    """The heads of its columns, and what stands below them."""
+    note: str = ""
+    """Said below the table."""
+
+
+LISTS = {
+    "methods": Listing(
+        "how a model adapts, for --methods",
+        lambda: [
+            ("method", "what it does", "COME", "needs", "cost"),
+            *((n, summary(m), "yes" if m.minimizes else "-", m.needs, m.cost) for n, m in _methods()),
+        ],
+        "COME: takes an objective; cost: forwards (f) and backwards (b) of each batch",
+    ),
+    "objectives": Listing(
+        "what methods minimize, for --objectives",
+        lambda: [
+            ("objective", "what it is"),
+            *((n, summary(objectives.get(n))) for n in objectives.names()),
+        ],
+    ),
+    "corruptions": Listing(
+        "corruptions of images, for --corruptions",
+        lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
+    ),
+    "settings": Listing(
+        "how streams are made, for --setting",
+        lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
+    ),
+    "protocols": Listing(
+        "fixed benchmarks, for --protocol",
+        lambda: [
+            ("protocol", "what it is", "No Adapt"),
+            *((n, p.summary, p.expected) for n in protocols.names() for p in (protocols.get(n),)),
+        ],
+    ),
+    "models": Listing("kinds of models, for --model", lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()]),
+    "data": Listing(
+        "kinds of data, for --data and --outliers",
+        lambda: [("data", "what it is"), *((k.usage, k.about) for n in opening.names() for k in (opening.get(n),))],
+    ),
 }
-
-
-NOTES = {"methods": "COME: takes an objective; cost: forwards (f) and backwards (b) of each batch"}
 
 
 def _methods() -> list[tuple[str, type[Method]]]:
     return [(name, methods.get(name)) for name in methods.names()]
 
 
+OVERVIEW = Listing(
+    "the lists",
+    lambda: [("list", "what it lists", "example"), *((n, one.about, f"come list {n}") for n, one in LISTS.items())],
+)
+
+
 def list_(
-    kind: Annotated[str, typer.Argument(help=", ".join(LISTS), metavar="KIND", autocompletion=lambda: list(LISTS))],
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"{', '.join(LISTS)}; without one, what these are.",
+            metavar="KIND",
+            show_default=False,
+            autocompletion=lambda: list(LISTS),
+        ),
+    ] = None,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
     """List methods, objectives, corruptions, settings, protocols, models or data."""
-    if kind not in LISTS:
+    if kind is not None and kind not in LISTS:
         raise unknown("list", kind, LISTS)
-    heads, *rows = LISTS[kind]()
+    listing = OVERVIEW if kind is None else LISTS[kind]
+    heads, *rows = listing.rows()
     if json_:
         keys = [head.lower().replace(" ", "_") for head in heads]
         typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
@@ -66,8 +109,8 @@ def list_(
         table.add_row(*(escape(text) for text in row))
     console = Console(highlight=False)
     console.print(table)
-    if kind in NOTES:
-        console.print(f"[dim]{NOTES[kind]}[/]")
+    if listing.note:
+        console.print(f"[dim]{listing.note}[/]")
 
 
 def add(app: typer.Typer) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from come.bench.cell import BARE, shape, spelled
+from come.bench.cell import BARE, HOW, PREPROCESSING, WHAT, shape, spelled
 from come.bench.cluster import Cluster
 from come.bench.data.reading import read_regular
+from come.bench.models import PREPROCESSING as PREPROCESSING_OPTIONS
 from come.bench.plan import Plan, named
 from come.errors import ConfigError, InputError, unknown
 
 WHERE = "Where to run it"
+PANELS = (WHAT, HOW, PREPROCESSING, WHERE)
+"""The groups of `--help`, in their order; others come first."""
 OFF = {"guard": BARE}
 """How a flag is switched off, where that is not no-NAME."""
 
@@ -122,23 +125,38 @@ def cluster_of(engine: str, address: str | None, cpus: float | None, gpus: float
 
 def with_plan(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each field of a plan; it gets those that were typed as `given`, a dictionary of texts."""
+    return _with(Plan.model_fields, command)
+
+
+def with_preprocessing(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_plan`, for the fields that say how images are prepared for a model."""
+    return _with(PREPROCESSING_OPTIONS, command)
+
+
+def _with(names: Collection[str], command: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-    fields = list(_plan_options())
-    names = {p.name for p in fields}
+    fields = list(_plan_options(names))
 
     def run(**values: Any) -> None:
         given = {name: values.pop(name) for name in list(values) if name in names}
         command(given={name: value for name, value in given.items() if value is not None}, **values)
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
+    parameters.sort(key=_panel)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
 
 
-def _plan_options() -> Iterator[inspect.Parameter]:
-    for name, field in Plan.model_fields.items():
+def _panel(parameter: inspect.Parameter) -> int:
+    """Where the group of an option is in `--help`."""
+    panel = parameter.annotation.__metadata__[0].rich_help_panel
+    return PANELS.index(panel) if panel in PANELS else -1
+
+
+def _plan_options(names: Collection[str]) -> Iterator[inspect.Parameter]:
+    for name, field in ((name, Plan.model_fields[name]) for name in names):
         kind, flag, default, said = shape(field), f"--{spelled(name)}", field.default, field.description or ""
         typed: Any = str | None
         more: dict[str, Any] = {"metavar": "N" if kind == "number" else "TEXT"}

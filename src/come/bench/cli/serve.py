@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +15,13 @@ import typer
 from torch import Tensor
 
 from come.bench import models
-from come.bench.cli.options import Debug, Device
+from come.bench.cell import Knobs, spelled
+from come.bench.cli.options import Debug, Device, with_preprocessing
 from come.bench.data import open_source
 from come.bench.data.streams import shuffle
+from come.bench.plan import typed
 from come.errors import ConfigError, missing
+from come.methods import DEFAULT
 
 if TYPE_CHECKING:
     from come.serve import Service
@@ -35,16 +38,17 @@ def build(
     model: str,
     checkpoint: Path | None,
     device: str,
+    preprocessing: Mapping[str, Any] | None = None,
     wanted: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Service:
     """The service of a model by name; images are uint8 unless they are to come normalized, in float32.
 
-    `wanted` is what to promise, and the data to calibrate on.
+    `preprocessing` are options of `models.load`; `wanted` is what to promise, and the data to calibrate on.
     """
     from come.serve import Service
 
-    found = models.load(model, checkpoint=checkpoint)
+    found = models.load(model, checkpoint=checkpoint, **(preprocessing or {}))
     side = found.preprocess.size
     if settings["dtype"] == "uint8":
         settings["preprocess"] = found.preprocess
@@ -80,11 +84,22 @@ def _number(text: str, least: int) -> Any:
     return typer.Option(rich_help_panel=LIMITS, help=text, min=least)
 
 
+def _unused(names: Iterable[str], dtype: str) -> list[str]:
+    """Options that only the pictures of --calibrate need: clients send squares of the model's size, perhaps normalized."""
+    for_pictures = {"resize", "interpolation"} | ({"normalization", "mean", "std"} if dtype == "float32" else set())
+    return [f"--{spelled(name)}" for name in names if name in for_pictures]
+
+
+@with_preprocessing
 def serve(
+    given: dict[str, Any],
     model: Annotated[str, typer.Option(help="What to serve; [bold]come list models[/].")] = "fashion-resnet-bn",
     checkpoint: Annotated[Path | None, typer.Option(help="A file with its weights.")] = None,
-    method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = "steady",
-    objective: Annotated[str, typer.Option(help="come, em, ...")] = "come",
+    method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = DEFAULT,
+    objective: Annotated[
+        str | None,
+        typer.Option(help="See [bold]come list objectives[/]. \\[the method's own]", show_default=False),
+    ] = None,
     adapt: Annotated[str, typer.Option(help="inline, after, every:N, shift, shift:MEAN,STD or never.")] = "inline",
     dtype: Annotated[
         str, typer.Option(help="[bold]uint8[/]: images, normalized here; [bold]float32[/]: normalized ones.")
@@ -143,7 +158,15 @@ def serve(
     wanted = {} if calibrate is None else {"calibrate": calibrate, "risk": risk, "coverage": coverage}
     if calibrate is None and (risk is not None or coverage is not None):
         raise ConfigError("--risk and --coverage need --calibrate DATA, source data to choose the threshold on")
-    settings |= {"model": model, "checkpoint": checkpoint, "device": device}
+    values = typed(given)
+    knobs = Knobs(**values)  # types and ranges
+    preprocessing = {name: getattr(knobs, name) for name in values}
+    if calibrate is None and (unused := _unused(preprocessing, dtype)):
+        typer.echo(
+            f"no effect without --calibrate: {', '.join(unused)}; clients send images of the model's size, as {dtype}",
+            err=True,
+        )
+    settings |= {"model": model, "checkpoint": checkpoint, "device": device, "preprocessing": preprocessing}
     make: Callable[[int, int], Service] = partial(build, wanted=wanted, **settings)
     if state is None:
         typer.echo("states are in memory only; --state FOLDER keeps them", err=True)

@@ -99,6 +99,11 @@ def say_refused(console: Console, refused: Mapping[str, str]) -> None:
         console.print(f"[bold]{escape(method)} is left out:[/] {escape(reason)}")
 
 
+def say_doubt(console: Console, doubt: str) -> None:
+    """That the unadapted model is near chance."""
+    console.print(f"[bold]warning:[/] {escape(doubt)}")
+
+
 def say_unfinished(console: Console, unfinished: Sequence[str], failures: Sequence[str]) -> None:
     """Which cells are missing and which have failed: a line for each kind."""
     for what, lines in (("not finished", unfinished), ("failed", failures)):
@@ -222,6 +227,10 @@ class Watch(Progress):
             raise KeyboardInterrupt
         self.bar.advance(self.one, samples)
         self.bar.advance(self.all, samples * self.share)
+
+    def doubt(self, doubt: str) -> None:
+        """Warn."""
+        say_doubt(self.console, doubt)
 
     def meet(self, outcome: Outcome) -> None:
         """Say what No Adapt reached."""

@@ -13,7 +13,7 @@ from come.bench.data.pictures import OnBadImage, Pictures
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import read_regular, reason
 from come.corruptions import names as corruption_names
-from come.errors import InputError
+from come.errors import InputError, unknown
 
 LIST = ":list="
 """Between a folder and a file that lists the images to use."""
@@ -26,7 +26,6 @@ class Files(Pictures):
 
     files: list[Path]
     """Of each sample."""
-    classes: list[str]
 
     def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage) -> None:
         super().__init__(name, preprocess, on_bad_image)
@@ -48,6 +47,23 @@ class Files(Pictures):
         """Class and file of each sample, `n01440764/ILSVRC2012_val_00000293.JPEG`."""
         labels = self.targets.tolist()
         return [f"{self.classes[label]}/{file.name}" for file, label in zip(self.files, labels, strict=True)]
+
+    def number(self, classes: Sequence[str], file: str) -> None:
+        """Number the classes by their names; folders without an image may have any."""
+        if not self.classes:
+            return super().number(classes, file)
+        places = {name: place for place, name in enumerate(classes)}
+        used = [self.classes[label] for label in torch.unique(self.targets).tolist()]
+        if strange := [name for name in used if name not in places]:
+            raise unknown(
+                f"class in {file} for the folder",
+                strange[0],
+                places,
+                hint=f"it lacks {len(strange)} of {len(used)} folders: rename them, or correct it",
+            )
+        numbers = torch.tensor([places.get(name, -1) for name in self.classes])
+        self.targets = numbers[self.targets]
+        self.classes, self.num_classes = list(classes), len(classes)
 
     def _lines(self) -> list[str]:
         """Of the list of images."""
@@ -133,7 +149,7 @@ class ImageNetCSource(Files):
             raise InputError(f"{self.root / first} has no severity folders 1 to 5")
         place = self.root / first / str(self.severities[first][-1])
         layout = FolderSource(name, str(place), preprocess)
-        self.classes, self.num_classes = layout.classes, layout.num_classes
+        self.classes, self.num_classes, self._folders = layout.classes, layout.num_classes, layout.classes
         self.files, self.targets = [file.relative_to(place) for file in layout.files], layout.targets
         self._keep_listed()
 
@@ -143,9 +159,9 @@ class ImageNetCSource(Files):
         for name in corruptions:
             place = self.root / str(name) / str(severity)
             there = set(subfolders(place))
-            if missing := [n for n in self.classes if n not in there]:
+            if missing := [n for n in self._folders if n not in there]:
                 raise InputError(
-                    f"{place} has {len(there)} class folders, and lacks {len(missing)} of {self.num_classes}, such as "
+                    f"{place} has {len(there)} class folders, and lacks {len(missing)} of {len(self._folders)}, such as "
                     f"{missing[0]!r}; unpack it again"
                 )
 

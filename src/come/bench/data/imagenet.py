@@ -10,6 +10,7 @@ from torch import Tensor
 from come.bench.data.folders import FolderSource
 from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
+from come.bench.data.source import Source
 from come.errors import InputError
 
 SHIFTED = {"imagenet-r": 200, "imagenet-a": 200, "imagenet-v2": 1000, "imagenet-sketch": 1000}
@@ -45,7 +46,7 @@ class ImageNetSource(FolderSource):
                 f"the folders in {self.root} must be classes of ImageNet, such as n01440764, or numbers from 0 to 999; got "
                 f"{strange[0]!r}: give the folder that holds them"
             )
-        self.classes.sort(key=known.__getitem__)
+        self.classes = sorted(self.classes, key=known.__getitem__)
         self.subset = tuple(known[folder] for folder in self.classes)
         wanted, found = SHIFTED.get(self.kind), len(set(self.subset))
         if found < self.num_classes or found != (wanted or max(2, found)):
@@ -53,6 +54,10 @@ class ImageNetSource(FolderSource):
                 f"{self.kind} must have {wanted or 'from 2 to 1000'} folders, one for each class, got {self.num_classes} in "
                 f"{self.root}; unpack it again, or write imagenet:PATH to use the classes that are there"
             )
+
+    def number(self, classes: Sequence[str], file: str) -> None:
+        """Refused: the classes have the numbers of ImageNet."""
+        Source.number(self, classes, file)
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
         """Raise `InputError` if images that are shifted already are to be corrupted."""

@@ -45,7 +45,8 @@ _OURS: dict[str, Kind] = {
     ),
     "folder": Kind(
         "folder:PATH",
-        "one subfolder of images per class, corrupted on the fly; PATH:list=FILE uses those that a file lists",
+        "one subfolder of images per class, in alphabetical order or that of --classes, corrupted on the fly; "
+        "PATH:list=FILE uses those that a file lists",
         FolderSource,
     ),
     "tiny-imagenet": Kind(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from come.bench.data.preprocess import Preprocess, pixels
-from come.errors import InputError
+from come.errors import ConfigError, InputError
 
 
 class Loaded(NamedTuple):
@@ -42,6 +42,8 @@ class Source(ABC):
     """Of each corruption in `holds`, those that are there."""
     at_hand: bool = False
     """Whether images are in memory already, or mapped: nothing is gained by keeping them once more."""
+    classes: Sequence[str] = ()
+    """Names of the classes, in the order of the labels, where folders are called so."""
     subset: tuple[int, ...] | None = None
     """Which of ImageNet's 1,000 classes its classes are, in order; None for other classes."""
 
@@ -70,6 +72,19 @@ class Source(ABC):
     def digest(self) -> str | None:
         """16 hex digits that follow from what it holds, which may change under its name; None where nobody looks."""
         return None
+
+    def number(self, classes: Sequence[str], file: str) -> None:
+        """Number the classes by a list of their names, in place of the source's own order.
+
+        Args:
+            classes: all classes of a model, in the order of its outputs; there may be no image of some.
+            file: where they are from, for errors.
+
+        Raises:
+            ConfigError: the data is not in folders of its classes, or one of these is not in the list.
+        """
+        kind = self.name.partition(":")[0]
+        raise ConfigError(f"classes has no effect on {kind}; only folder:, tiny-imagenet: and imagenet-c: data take it")
 
     def names(self) -> list[str]:
         """What the samples are called, where they are files; else empty."""

@@ -46,7 +46,7 @@ class _Around(Source):
 
     def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
         self.source, self.name, self.num_classes = source, source.name, source.num_classes
-        self.holds, self.severities = source.holds, source.severities
+        self.holds, self.severities, self.classes = source.holds, source.severities, source.classes
         places = sorted(set(range(len(source)) if used is None else used).intersection(range(len(source))))
         self._size = len(places)
         self._row: npt.NDArray[np.int64] = np.full(len(source), -1, dtype=np.int64)

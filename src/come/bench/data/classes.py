@@ -1,0 +1,92 @@
+"""The order of the classes: of a model's outputs, by a file that names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from come.bench.data.reading import read_regular, reason
+from come.errors import InputError, printable, shown
+
+LONGEST = 2**24
+"""Bytes of a file with the names of classes."""
+FIRST = 3
+"""Classes that `in_order` names before the last one."""
+
+
+def read_classes(path: str | Path) -> list[str]:
+    """The names of a model's classes, in the order of its outputs.
+
+    Args:
+        path: a text file with a name in each line, or JSON: a list of names, an object from index to name, or a `config.json`
+            of transformers, whose `id2label` is used.
+
+    Raises:
+        InputError: the file cannot be read, is empty, leaves an output without a name, or names a class twice.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "classes.json"
+        ...     _ = file.write_text('{"1": "boot", "0": "coat"}')
+        ...     read_classes(file)
+        ['coat', 'boot']
+    """
+    try:
+        text = read_regular(Path(path).expanduser(), LONGEST).decode("utf-8-sig").strip()
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a ~user who is not there
+        raise InputError(
+            f"cannot read the classes {path}: {reason(error)}; give a text file with the name of a class in each line, or JSON"
+        ) from error
+    names = _from_json(text, path) if text[:1] in ("[", "{") else [line.strip() for line in text.splitlines()]
+    if not names:
+        raise InputError(f"{path} is empty; it must name a class in each line, in the order of the model's outputs")
+    places: dict[str, int] = {}
+    for number, name in enumerate(names):
+        if not name:
+            raise InputError(f"{path} has no name for class {number}; it must have one for each output of the model")
+        if (first := places.setdefault(name, number)) != number:
+            raise InputError(
+                f"{path} has the name {shown(name)} for class {first} and for class {number}; each class must have its own"
+            )
+    return names
+
+
+def _from_json(text: str, path: str | Path) -> list[str]:
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"cannot read the classes {path}: not JSON ({reason(error)}); fix it, or write text"
+        ) from error
+    if isinstance(found, dict):
+        found = _listed(found.get("id2label", found), path)
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        raise InputError(f"{path} must hold names of classes, got {shown(wrong[0])}")
+    return [name.strip() for name in found]
+
+
+def _listed(by_index: Any, path: str | Path) -> list[Any]:
+    """The values of an object whose keys are the indices 0, 1, ... in any order."""
+    places = [str(i) for i in range(len(by_index))] if isinstance(by_index, dict) else []
+    if not isinstance(by_index, dict) or set(places) != set(by_index):
+        strange = sorted(set(by_index) - set(places)) if isinstance(by_index, dict) else [by_index]
+        raise InputError(
+            f"{path} must be a list of names, or an object from the indices 0, 1, ... to names, got {shown(strange[0])}"
+        )
+    return [by_index[place] for place in places]
+
+
+def in_order(classes: Sequence[str]) -> str:
+    """The first few classes and the last one, with their numbers.
+
+    Example:
+        >>> in_order(["boot", "coat", "dress"])
+        '0 boot, 1 coat, 2 dress'
+        >>> in_order([f"n{i}" for i in range(1000)])
+        '0 n0, 1 n1, 2 n2, ... 999 n999'
+    """
+    named = [f"{number} {printable(name)}" for number, name in enumerate(classes)]
+    return ", ".join(named if len(named) <= FIRST + 1 else [*named[:FIRST], f"... {named[-1]}"])
