@@ -16,7 +16,14 @@ from come.bench.compare import compare_runs, shown_changes
 sys.path.append(str(Path(__file__).parent / "harness"))
 from made_up import add, grid, rows_of
 
-PLAN = {"model": "fashion-vit", "objectives": ("em",), "corruptions": ("contrast", "fog"), "limit": 96, "batch_size": 16, "seeds": (0, 1)}
+PLAN = {
+    "model": "fashion-vit",
+    "objectives": ("em",),
+    "corruptions": ("contrast", "fog"),
+    "limit": 96,
+    "batch_size": 16,
+    "seeds": (0, 1),
+}
 
 
 @pytest.fixture(scope="module")

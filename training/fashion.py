@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -119,7 +118,9 @@ def met(found: dict[str, float], name: str) -> bool:
     return low <= found[name] <= high
 
 
-def train(name: str, folder: Path, out: Path, device: torch.device, epochs: tuple[float, ...], steps: int | None) -> None:
+def train(
+    name: str, folder: Path, out: Path, device: torch.device, epochs: tuple[float, ...], steps: int | None
+) -> None:
     """Train with fewer and fewer epochs until the criterion is met, and write the weights with what they are."""
     images, labels = zoo.fashion(folder, "train")
     source = chosen(labels, KNOWN, SOURCE, last=True)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from come.bench import Bench, Cell, Plan, Record, RunFolder, settings
+from come.bench import Bench, Cell, Record, RunFolder, settings
 from come.bench.protocols import Outcome
 from come.bench.record import Failure
 from come.bench.report import Table, rates_table, results_table, to_rich, without_sweeps, write_html, write_report
@@ -62,6 +62,7 @@ def what_comes(bench: Bench) -> str:
     """What a run will do, in a sentence or two.
 
     Example:
+        >>> from come.bench import Plan
         >>> print(what_comes(Bench(Plan(methods=("source", "tent"), corruptions=("fog", "snow"), limit=100))))
         source; tent with em and come: 6 cells, 600 images.
         Each corruption by itself, from the source model: fog, snow; 100 images of each.

@@ -49,8 +49,8 @@ class Choice(Description):
         come.errors.ConfigError: severity must be less than or equal to 5, got 6
     """
 
-    corruption: str = "contrast"
-    severity: Severity = 5
+    corruption: str = "snow"
+    severity: Severity = 3
     rate: float = 1.0
     """Factor on the learning rate of every method that has one."""
     method: Literal["tent", "eata", "sar", "deyo"] = "tent"
