@@ -138,9 +138,9 @@ def test_presets(monkeypatch, capsys):
     _, changed, _ = call(monkeypatch, capsys, "bench", "--seeds", "0,1", "--dry-run")
     assert "28 cells" in changed
     _, plain, _ = call(monkeypatch, capsys, "bench", "--setting", "standard", "--dry-run")
-    assert "28 cells" in plain
+    assert "32 cells" in plain
     _, standard, _ = call(monkeypatch, capsys, "bench", "--preset", "standard", "--dry-run")
-    assert "105 cells" in standard
+    assert "120 cells" in standard
     _, every, _ = call(monkeypatch, capsys, "bench", "--methods", "all", "--corruptions", "all", "--dry-run")
     assert "spatter" in every
 

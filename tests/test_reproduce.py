@@ -25,7 +25,7 @@ def test_every_plan_is_the_papers(name):
     experiment = EXPERIMENTS[name]
     small = experiment.plan()
     assert small.data == "fashion"
-    assert small.limit == (1000 if {"memo", "tea"} & set(small.methods) else None)
+    assert small.limit == 1000
     assert small.model == ("fashion-resnet-bn" if "resnet" in name else "fashion-vit")
     outliers = ("folder:textures",) if small.setting == "open-world" else None
     full = experiment.plan(data="imagenet-c:/x", outliers=outliers)

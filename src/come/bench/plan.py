@@ -54,7 +54,7 @@ class Plan(Knobs):
         6
     """
 
-    methods: Texts = knob(("source", "tent", "eata", "sar"), "Names, or all. See [bold]come list methods[/].")
+    methods: Texts = knob(("source", "tent", "eata", "sar", methods.DEFAULT), "Names, or all. See [bold]come list methods[/].")
     objectives: Texts | None = knob(
         None, "By default em and come, and for steady its own. See [bold]come list objectives[/]."
     )
@@ -190,7 +190,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             "setting": "lifelong",
             "corruptions": corruptions.names("standard"),
             "limit": 384,
-            "methods": ("source", "tent", "eata", "sar", methods.DEFAULT, FAST, f"tent:{BARE}", f"{FAST}:{BARE}"),
+            "methods": (*Plan.model_fields["methods"].default, FAST, f"tent:{BARE}", f"{FAST}:{BARE}"),
         },
     ),
     "standard": (

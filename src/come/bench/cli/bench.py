@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from come.bench import Bench, Plan, RunFolder, protocols
-from come.bench.cell import HOW, WHAT
+from come.bench.cell import BARE, HOW, WHAT
 from come.bench.cli.options import (
     WHERE,
     Address,
@@ -41,8 +41,11 @@ from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
 from come.bench.record import BYTES
 from come.errors import ConfigError, unknown
 from come.integrations.log import KINDS, opened, parse
+from come.methods import DEFAULT
 from come.metrics import SCORES
 
+SORTED = f"come bench --setting imbalanced --methods source,tent,tent:{BARE},{DEFAULT}"
+"""What to run after the default, whose batches hold all classes."""
 OWN_GRID = {"setting", "methods", "corruptions"}
 """Who chooses one of these has another run in mind than the preset that is the default."""
 
@@ -147,6 +150,8 @@ def bench(
     if records:
         title = f"{plan.model} on {plan.data}, {plan.setting}{_severity(plan)}, accuracy (%)"
         show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
+        if preset_name == "quick":
+            console.print(f"[dim]where classes come one after the other, bare methods lose:[/] {SORTED}", soft_wrap=True)
     over = {cell.key for cell in (*watched.cells, *(r.cell for r in records))}
     missing = [c.title for c in watched.planned if c.key not in over and c.method not in watched.refused]
     say_unfinished(console, missing, [str(failure) for failure in watched.failed])

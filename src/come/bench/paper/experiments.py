@@ -41,8 +41,8 @@ class Experiment:
         Args:
             model: by default the paper's, or the embedded one of its family on `fashion`.
             data: by default `fashion`.
-            full: all corruptions and images also on `fashion`, where by default one corruption of each group is used, and 1,000
-                images if MEMO or TEA are among the methods, so that a CPU gets through.
+            full: all corruptions and images also on `fashion`, where by default 1,000 images and one corruption of each group
+                are used, so that a CPU gets through.
             **options: further fields of `Plan`; they win.
         """
         embedded = data.partition(":")[0] == "fashion"
@@ -58,7 +58,7 @@ class Experiment:
         if self.options.get("setting", "standard") not in ("open-world", "in-distribution"):
             chosen["corruptions"] = QUICK if small else corruptions.names("standard")
         chosen |= self.options | {key: value for key, value in options.items() if value is not None}
-        if small and {"memo", "tea"} & set(chosen["methods"]):
+        if small:
             chosen.setdefault("limit", 1000)
         return Plan(**chosen)
 
