@@ -49,9 +49,9 @@ class Model:
 
 
 EMBEDDED = {
-    "fashion-vit": "embedded ViT (LayerNorm), 32x32, for the fashion data",
+    "fashion-resnet-bn": "embedded ResNet (BatchNorm), 32x32, for the fashion data",
     "fashion-resnet-gn": "embedded ResNet (GroupNorm), the same",
-    "fashion-resnet-bn": "embedded ResNet (BatchNorm), the same",
+    "fashion-vit": "embedded ViT (LayerNorm), the same",
 }
 DESCRIPTIONS = {
     **EMBEDDED,

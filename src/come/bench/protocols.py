@@ -160,7 +160,9 @@ class Protocol(Description):
             True
         """
         unset = {name for name, value in self.plan if value is None}  # knobs that come later change nothing
-        return hashlib.sha256(f"{self.images} {digest(self.plan, leave_out=(FREE - {'data'}) | unset)}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{self.images} {digest(self.plan, leave_out=(FREE - {'data'}) | unset)}".encode()
+        ).hexdigest()
 
     @property
     def expected(self) -> str:
@@ -171,8 +173,8 @@ class Protocol(Description):
         """All of it as a paragraph for a paper, in lines of at most 80 characters.
 
         Example:
-            >>> print(get("fashion").paragraph()[:60])
-            Protocol fashion: the embedded ViT on the embedded data. The
+            >>> print(get("fashion").paragraph()[:59])
+            Protocol fashion: the embedded ResNet on the embedded data.
         """
         plan, setting = self.plan, settings.get(self.plan.setting)
         normal = NORMALIZATIONS[plan.normalization]
@@ -293,7 +295,7 @@ def get(name: str) -> Protocol:
 
     Example:
         >>> get("fashion").plan.model
-        'fashion-vit'
+        'fashion-resnet-bn'
     """
     return _filled().get(name)
 
@@ -331,7 +333,7 @@ def _embedded() -> Protocol:
     about = json.loads((files("come.bench") / "embedded" / f"{model.replace('-', '_')}.json").read_text())
     return Protocol(
         name="fashion",
-        summary="the embedded ViT on the embedded data",
+        summary="the embedded ResNet on the embedded data",
         plan=_published(model=model, corruptions=STANDARD),
         images=len(FashionSource()),
         weights_sha256=about.get("sha256"),
