@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from calling import call
 
-from come.bench import Bench, Plan, RunFolder, board, models, protocols
+from come.bench import Bench, Plan, RunFolder, board, models, protocols, revision
 from come.bench.board.page import write_board
 from come.bench.board.ranking import read_board
 from come.bench.board.schema import LARGEST
@@ -19,7 +21,7 @@ from come.bench.protocols import Protocol
 from come.errors import ConfigError, InputError
 
 ROOT = Path(__file__).parents[1]
-PLAN = Plan(data="fashion:64", corruptions=("fog", "contrast"), batch_size=32)
+PLAN = Plan(model="fashion-vit", data="fashion:64", corruptions=("fog", "contrast"), batch_size=32)
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 LINK = "https://github.com/acme/tta"
 
@@ -158,7 +160,7 @@ WRONG = {
     "images": (put("images", value=63), "images must be 64 in protocol tiny, got 63; run it on all images"),
     "samples": (put("samples", value=64), "samples must be 128 in protocol tiny, got 64"),
     "precision": (put("precision", value="bf16"), "precision must be 'float32' in protocol tiny, got 'bf16'"),
-    "domains": (put("domains", value=["fog", "snow"]), r"domains must be \('fog', 'contrast'\) in protocol tiny"),
+    "domains": (put("domains", value=["fog", "snow"]), "domains must be the 2 of protocol tiny, got 2 without 'contrast'"),
     "domain": (lambda v: v["rows"][1]["seeds"][0]["accuracy"].pop(), "rows.1.seeds.0.accuracy must be 2 .* got 1"),
     "seed": (lambda v: v["rows"][1]["seeds"].pop(), r"rows.1.seeds \(tent . em\) must be those of the source .* got \[0\]"),
     "source": (lambda v: v["rows"].pop(0), "rows must have the source model"),
@@ -315,3 +317,43 @@ def test_the_templates_of_github_parse():
         assert {part["type"] for part in form["body"]} <= {"markdown", "input", "textarea", "checkboxes"}
         assert all(part["attributes"]["label"] for part in asked)
     assert (folder / "pull_request_template.md").read_text().strip()
+
+
+def git(folder, *arguments):
+    """Run git in a folder, as somebody."""
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+def test_the_commit_is_that_of_the_library(tmp_path, monkeypatch):
+    package = tmp_path / "src" / "come"
+    package.mkdir(parents=True)
+    (package / "version.py").write_text("1")
+    monkeypatch.setattr(revision, "PACKAGE", package)
+    monkeypatch.setattr(revision, "_of_installation", lambda: None)
+    monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))  # as in a hook of another repository
+    commit = revision.commit.__wrapped__
+    assert commit() is None
+    monkeypatch.delenv("GIT_DIR")
+    git(tmp_path, "init")
+    assert commit() is None  # a repository of something else, which holds the environment that come is installed in
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "a")
+    assert re.fullmatch("[0-9a-f]{40}", commit())
+    (tmp_path / "notes.txt").write_text("not the library")
+    assert re.fullmatch("[0-9a-f]{40}", commit())
+    (package / "new.py").write_text("2")
+    assert re.fullmatch("[0-9a-f]{40}-changed", commit())
+
+
+def test_pip_notes_the_commit_too(monkeypatch):
+    noted = {"url": "https://github.com/acme/come", "vcs_info": {"vcs": "git", "commit_id": COMMIT}}
+    monkeypatch.setattr(revision, "_of_checkout", lambda: None)
+    for text, expected in (
+        (json.dumps(noted), COMMIT),
+        ('{"dir_info": {"editable": true}}', None),
+        (None, None),
+        ("{", None),
+    ):
+        monkeypatch.setattr(revision, "distribution", lambda name, text=text: SimpleNamespace(read_text=lambda _: text))
+        assert revision.commit.__wrapped__() == expected

@@ -102,7 +102,7 @@ class Knobs(Description):
     """What a plan and all of its cells have in common."""
 
     model: Text = knob(
-        "fashion-resnet-bn",
+        "fashion-vit",
         "See [bold]come list models[/]; your own is MODULE:FACTORY. Arguments follow: timm:NAME:img_size=64.",
     )
     data: Text = knob("fashion", "See [bold]come list data[/].")
@@ -155,7 +155,7 @@ class Cell(Knobs):
     Example:
         >>> cell = Cell(method="tent", objective="come", corruptions=("fog",), severity=5, size=100)
         >>> len(cell.key), cell.model
-        (16, 'fashion-resnet-bn')
+        (16, 'fashion-vit')
     """
 
     size: Count

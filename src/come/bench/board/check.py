@@ -55,12 +55,15 @@ def _of_another_protocol(found: Submission, protocol: Protocol) -> Iterator[str]
         ("images", protocol.images, found.images, "run it on all images"),
         ("images_sha256", protocol.images_sha256, found.images_sha256, f"run it on {protocol.data}"),
         ("precision", protocol.plan.precision, found.precision, rerun),
-        ("domains", names, found.domains, rerun),
         ("samples", samples, found.samples, "run it on all images"),
     ]
     for name, expected, given, repair in fixed:
         if expected not in (None, given):
             yield f"{name} must be {shown(expected)} in protocol {protocol.name}, got {shown(given)}; {repair}"
+    if names is not None and found.domains != names:
+        absent = [name for name in names if name not in found.domains]
+        lacking = f" without {shown(absent[0])}" if absent else " others, or in another order"
+        yield f"domains must be the {len(names)} of protocol {protocol.name}, got {len(found.domains)}{lacking}; {rerun}"
     if protocol.no_adapt is not None and abs(found.no_adapt - protocol.no_adapt) > protocol.tolerance:
         yield (
             f"no_adapt must be {protocol.expected} in protocol {protocol.name}, got {found.no_adapt:g}; "
