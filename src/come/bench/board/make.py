@@ -79,7 +79,9 @@ def _row(records: Sequence[Record], domains: Sequence[str]) -> dict[str, Any]:
         "hyper": cell.hyper,
         "lr": records[0].result.lr,
         "guard": cell.guarded,
-        "statistics": cell.statistics or ("mixed" if cell.guarded else methods.get(cell.base).unguarded),
+        "statistics": cell.hyper.get("statistics")
+        or cell.statistics
+        or ("mixed" if cell.guarded else methods.get(cell.base).unguarded),
         **{metric: None if value is None else round(value, DIGITS) for metric, value in means.items()},
         "seeds": [{"seed": seed, **{metric: numbers[metric][k] for metric in METRICS}} for k, seed in enumerate(seeds)],
     }

@@ -67,7 +67,7 @@ def shown(board: Board) -> Iterator[RichTable | Text]:
             table.add_column(head, justify="right" if 0 < i < 4 else "left", no_wrap=True, max_width=widest)
         for line in lines:
             numbers = [str(one) if one else "·" for one in (line.gain, line.accuracy, line.fpr)]
-            texts = (line.title, *numbers, line.guard, line.who, line.of.commit[:7])
+            texts = (line.title, *numbers, line.guard, line.who, line.commit)
             table.add_row(*map(Text, texts), style="dim" if line.is_source else "")
         yield table
         yield Text()

@@ -51,6 +51,11 @@ class Line:
         """Who submitted it."""
         return self.of.submitted_by if self.files == 1 else f"{self.files} files"
 
+    @property
+    def commit(self) -> str:
+        """Of the library, as git shortens it."""
+        return self.of.commit[:7] if self.files == 1 else "·"
+
 
 @dataclass(frozen=True)
 class Board:
