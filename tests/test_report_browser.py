@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from browsing import DESK, PHONE, asked, visit
 
+from come.bench.board.page import write_board
+from come.bench.board.ranking import read_board
 from come.bench.report import write_html
 
 sys.path.append(str(Path(__file__).parent / "harness"))
@@ -322,3 +324,34 @@ def test_it_prints_on_white(browser, page):
     assert browser.execute_script("return getComputedStyle(document.querySelector('.plot image')).filter") == "none"
     assert not browser.find_element("id", "theme").is_displayed()
     assert len(browser.execute_cdp_cmd("Page.printToPDF", {})["data"]) > 10_000
+
+
+# ---- the leaderboard ----
+
+
+@pytest.fixture(scope="module")
+def leaderboard(tmp_path_factory):
+    path = tmp_path_factory.mktemp("board") / "report.html"
+    write_board(read_board(Path(__file__).parents[1] / "results"), path)
+    return path
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_a_leaderboard_fits_the_window(browser, leaderboard, width, theme):
+    load(browser, leaderboard, width, theme)
+    assert browser.get_log("browser") == []
+    assert asked(browser) == [leaderboard.as_uri()]
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    shown = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (shown == "rgb(255, 255, 255)") == (theme == "light")
+
+
+def test_a_leaderboard_is_sorted_and_keeps_its_source(browser, leaderboard):
+    load(browser, leaderboard)
+    gains = column(browser, "#p1", 1)
+    assert gains == sorted(gains, reverse=True)
+    find(browser, "#p1 thead button")[2].click()
+    rates = column(browser, "#p1", 3)
+    assert rates == sorted(rates)
+    assert "source" in names(browser, "#p1")

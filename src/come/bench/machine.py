@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from come.bench.record import Machine
+from come.bench.revision import commit
 
 PACKAGES = ("come-tta", "torch", "timm", "numpy")
 
@@ -61,6 +62,8 @@ class Meter:
                 versions[package] = version(package)
             except PackageNotFoundError:
                 versions[package] = "from source"
+        if (revision := commit()) is not None:
+            versions["commit"] = revision
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
         else:

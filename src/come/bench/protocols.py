@@ -17,7 +17,7 @@ from pydantic import Field
 
 from come import corruptions
 from come.bench import settings
-from come.bench.cell import Count, Description, Text, Texts, spelled
+from come.bench.cell import Count, Description, Text, Texts, digest, spelled
 from come.bench.data import opening
 from come.bench.data.embedded import FashionSource
 from come.bench.data.source import Source
@@ -132,17 +132,37 @@ class Protocol(Description):
             )
         return found
 
-    def check_images(self, source: Source) -> None:
-        """Raise `InputError` unless the images are the protocol's, by number and, where it is known, by their names."""
+    def check_images(self, source: Source) -> str | None:
+        """The SHA-256 of the images' names, None if they have none.
+
+        Raises:
+            InputError: the images are not the protocol's, by number or, where it is known, by their names.
+        """
         if len(source) != self.images:
             raise InputError(
                 f"{source.name} must have {self.images} images in protocol {self.name}, got {len(source)}: {self.data}"
             )
-        if self.images_sha256 not in (None, found := names_sha256(source.names())):
+        names = source.names()
+        found = names_sha256(names) if names else None
+        if self.images_sha256 not in (None, found):
             raise InputError(
                 f"the names of the images of {source.name} must have the SHA-256 {self.images_sha256} in protocol {self.name}, "
-                f"got {found}: {self.data}"
+                f"got {found or 'no names'}: {self.data}"
             )
+        return found
+
+    @property
+    def sha256(self) -> str:
+        """Of all that the protocol fixes by definition; hashes and numbers that may still be written down are no part of it.
+
+        Example:
+            >>> get("fashion").sha256 == get("fashion").model_copy(update={"no_adapt": 1.0}).sha256
+            True
+        """
+        unset = {name for name, value in self.plan if value is None}  # knobs that come later change nothing
+        return hashlib.sha256(
+            f"{self.images} {digest(self.plan, leave_out=(FREE - {'data'}) | unset)}".encode()
+        ).hexdigest()
 
     @property
     def expected(self) -> str:
@@ -188,17 +208,27 @@ class Outcome(Description):
 
     protocol: Protocol
     weights_sha256: Sha256
+    images_sha256: Sha256 | None = None
+    """Of their names, where they have some."""
     measured: Amount
     """Accuracy in percent."""
     cells: Texts
     """Keys of the cells that it is the mean of."""
 
     @classmethod
-    def of(cls, protocol: Protocol, weights_sha256: str, records: Sequence[Record]) -> Outcome:
+    def of(
+        cls, protocol: Protocol, weights_sha256: str, records: Sequence[Record], images_sha256: str | None = None
+    ) -> Outcome:
         """The mean over all domains of the records of No Adapt."""
         found = [metrics["accuracy"] for r in records for metrics in r.result.metrics.values()]
         keys = tuple(r.key for r in records)
-        return cls(protocol=protocol, weights_sha256=weights_sha256, measured=100 * sum(found) / len(found), cells=keys)
+        return cls(
+            protocol=protocol,
+            weights_sha256=weights_sha256,
+            images_sha256=images_sha256,
+            measured=100 * sum(found) / len(found),
+            cells=keys,
+        )
 
     @property
     def met(self) -> bool | None:

@@ -246,8 +246,7 @@ class Bench:
         self._embedded = source is None and isinstance(self._source, FashionSource)
         if plan.classes is not None:
             self._source.number(read_classes(plan.classes), plan.classes)
-        if protocol is not None:
-            protocol.check_images(self._source)
+        self._images_sha256 = protocol.check_images(self._source) if protocol is not None else None
         self._outliers = {spec: self._open(spec) for spec in plan.outliers or ()}
         self._check_data()
         self._check_streams()
@@ -495,7 +494,7 @@ class Bench:
         if not found or len(found) < len(firsts):
             why = (*under_way.failed, *self.refused.values(), "it is not among the methods")[0]
             raise InputError(f"No Adapt could not be run, so nothing was adapted: {why}")
-        outcome = Outcome.of(protocol, self._weights_sha256, found)
+        outcome = Outcome.of(protocol, self._weights_sha256, found, self._images_sha256)
         under_way.folder.write_outcome(outcome)
         outcome.require(self.plan.data)
         under_way.progress.meet(outcome)

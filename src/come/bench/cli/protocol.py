@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from come.bench import protocols
+from come.bench import RunFolder, board, protocols
 from come.bench.cli.lists import list_
 from come.bench.cli.options import Debug, Json
+from come.errors import ComeError, InputError, printable
 
-commands = typer.Typer(no_args_is_help=True, help="Show the protocols that [bold]come bench --protocol[/] follows.")
+commands = typer.Typer(
+    no_args_is_help=True,
+    help="Show the protocols that [bold]come bench --protocol[/] follows, and submit what it found to the leaderboard.",
+)
 
 
 @commands.command(name="list")
@@ -26,6 +31,46 @@ def show(
 ) -> None:
     """Print a protocol as a paragraph for a paper."""
     typer.echo(protocols.get(name).paragraph())
+
+
+@commands.command()
+def submit(
+    run: Annotated[
+        Path, typer.Argument(help="A finished run folder of [bold]come bench --protocol[/].", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="The file, such as results/board/NAME.json.", show_default=False)],
+    name: Annotated[str, typer.Option(help="Who submits it.", show_default=False)],
+    link: Annotated[str | None, typer.Option(help="The paper or the code: https://...", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the file that the leaderboard takes: all rows of a finished run under a protocol."""
+    if out.suffix != ".json":
+        raise InputError(f"out must be a file that ends in .json, got {out}")
+    found = board.submission(RunFolder.existing(run), name, link)
+    found.save(out)
+    typer.echo(f"{out}: {len(found.rows)} rows under protocol {found.protocol}, {out.stat().st_size / 1000:.1f} kB")
+
+
+@commands.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Files of [bold]come protocol submit[/].", show_default=False)],
+    debug: Debug = False,
+) -> None:
+    """Check that submitted files are whole and come from a protocol; exit code 1 and a line for each problem if not."""
+    wrong = False
+    for path in files:
+        try:
+            found = board.load(path)
+            lines = [f"{path}: {problem}" for problem in board.problems(found)]
+        except ComeError as error:
+            lines = [str(error)]
+        for line in lines:
+            typer.echo(printable(line), err=True)
+        wrong |= bool(lines)
+        if not lines:
+            typer.echo(f"{path}: {len(found.rows)} rows under protocol {found.protocol}, as they should be")
+    if wrong:
+        raise typer.Exit(1)
 
 
 def add(app: typer.Typer) -> None:

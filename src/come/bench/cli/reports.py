@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from come.bench.board.page import shown, write_board
+from come.bench.board.ranking import json_files, read_board
 from come.bench.cli.options import Debug, Json
 from come.bench.cli.watch import say_unfinished, show_tables
 from come.bench.compare import changes_as_json, compare_runs, shown_changes
@@ -30,7 +32,7 @@ from come.bench.report import (
 from come.bench.report.configurations import several_plans
 from come.bench.report.findings import failed, helped, missing
 from come.bench.statistics import verdicts
-from come.errors import InputError, unknown
+from come.errors import ConfigError, InputError, printable, unknown
 from come.metrics import SCORES
 
 FIGURE_FORMATS = ("pdf", "png", "svg")
@@ -46,7 +48,13 @@ Score = Annotated[
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder of [bold]come bench[/].", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder of [bold]come bench[/], or a folder of files of [bold]come protocol submit[/]: a leaderboard.",
+            show_default=False,
+        ),
+    ],
     out: Annotated[Path | None, typer.Option(help="The HTML file. \\[RUN/report.html]")] = None,
     format_: Annotated[
         str | None, typer.Option("--format", help="Print the table instead: " + ", ".join(FORMATS) + ".")
@@ -59,12 +67,19 @@ def report(
     plan: Annotated[int | None, typer.Option(help="Which plan, where the folder holds several.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Make the report of a run: one HTML file, or its table in another format. Nothing is run again."""
+    """Make the report of a run, or a leaderboard: one HTML file, or a run's table in another format. Nothing is run again."""
     for name, value, known in (("format", format_, FORMATS), ("figure format", figures, FIGURE_FORMATS)):
         if value is not None and value not in known:
             raise unknown(name, value, known)
     if score not in SCORES:
         raise unknown("score", score, SCORES)
+    if not (run / "run.json").exists() and json_files(run):
+        given = {"format": format_, "figures": figures, "plan": plan, "metric": metric, "score": score}
+        of_a_run = [name for name, value in given.items() if value not in (None, "accuracy", "confidence")]
+        if of_a_run:
+            raise ConfigError(f"{of_a_run[0]} has no effect on a leaderboard; leave it out, or give a run folder")
+        leaderboard(run, out or run / "report.html")
+        return
     folder = RunFolder.existing(run)
     records = folder.rescored(_chosen(folder, plan), score)
     judged = verdicts(folder, records)
@@ -83,6 +98,20 @@ def report(
     if figures is not None:
         for path in write_figures(folder, records, folder.path / "figures", figures):
             console.print(f"[dim]figure[/] {escape(str(path))}", soft_wrap=True)
+
+
+def leaderboard(folder: Path, page: Path) -> None:
+    """Rank the submissions in a folder: in the terminal, and as a page."""
+    found = read_board(folder)
+    console = Console(highlight=False)
+    for part in shown(found):
+        console.print(part)
+    for problem in found.wrong:
+        console.print(f"[bold]left out:[/] {escape(printable(problem))}", soft_wrap=True)
+    if found.others:
+        console.print(f"[dim]{found.others} JSON files here are no submissions[/]")
+    write_board(found, page)
+    console.print(f"[dim]report[/] {escape(str(page))}", soft_wrap=True)
 
 
 def _chosen(folder: RunFolder, plan: int | None) -> list[Record]:

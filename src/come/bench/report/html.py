@@ -5,20 +5,15 @@ The page is a template (`page.html.jinja`); here is what it is filled with, sect
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from come.bench import statistics
 from come.bench.folder import RunFolder
@@ -57,6 +52,7 @@ from come.bench.report.tables import (
     results_table,
     scores_note,
 )
+from come.bench.report.template import rendered
 from come.bench.report.writing import about, images, write_text
 from come.bench.statistics import AVERAGE, Judged
 from come.methods import DEFAULT
@@ -97,20 +93,9 @@ def write_html(
     outcome = folder.outcome(records)
     judged = statistics.verdicts(folder, records) if verdicts is None else verdicts
     found = read(folder, records)
-    texts = files("come.bench.report")
-    style, script = (texts.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    environment = Environment(
-        loader=PackageLoader("come.bench.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     with draw.drawing():
-        text = environment.get_template("page.html.jinja").render(
-            style=style,
-            script=script,
-            digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        text = rendered(
+            "page.html.jinja",
             title=f"{records[0].cell.model} on {records[0].cell.data}",
             about=f"{about(records)}, {images(records[0].cell)}, batches of {records[0].cell.batch_size}",
             seeds=sorted({r.cell.seed for r in records}),

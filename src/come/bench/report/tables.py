@@ -86,13 +86,18 @@ class Entry:
     """"", or for a gain: "better", "worse", or "same" where no difference was found."""
     digits: int = 1
     seeds: int = 1
+    signed: bool = False
+    """A difference that nobody has judged."""
 
     def __str__(self) -> str:
-        """As it is printed: 52.1, 52.1±0.3, and for a gain △1.2, ▽0.6, +0.1."""
+        """As it is printed: 52.1, 52.1±0.3, and for a gain △1.2, ▽0.6, +0.1; signed +1.2±0.3."""
         if self.change == "same":
             return f"{self.mean + 0.0:+.{self.digits}f}"
         mark = {"": "", "better": "△", "worse": "▽"}[self.change]
-        mean = f"{mark}{abs(self.mean) if mark else self.mean:.{self.digits}f}"
+        if self.signed:
+            mean = f"{round(self.mean, self.digits) + 0.0:+.{self.digits}f}"
+        else:
+            mean = f"{mark}{abs(self.mean) if mark else self.mean:.{self.digits}f}"
         return mean if self.spread is None else f"{mean}±{self.spread:.{self.digits}f}"
 
 
