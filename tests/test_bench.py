@@ -62,7 +62,7 @@ def test_a_run_and_its_records(tmp_path):
     assert result.seconds > 0
     assert result.peak_memory_mb > 0
     assert result.lr == pytest.approx(2.5e-4)
-    assert set(record.machine.versions) == {"python", "come-tta", "torch", "timm", "numpy"}
+    assert set(record.machine.versions) == {"python", "come-tta", "commit", "torch", "timm", "numpy"}
     folder = RunFolder(tmp_path / "run")
     rows = folder.rows(record.key)
     assert {"index", "label", "prediction", "confidence", "used", "domain"} <= set(rows)

@@ -13,9 +13,9 @@ from calling import call
 from PIL import Image
 
 import come
-from come.bench import Bench, Cell, Plan, RunFolder, chance, run
+from come.bench import Bench, Cell, Plan, RunFolder, chance, models, run
 from come.bench.cell import LATER, digest
-from come.bench.data import Preprocess, Source, open_source
+from come.bench.data import DatasetSource, Preprocess, Source, open_source
 from come.bench.data.classes import read_classes
 from come.bench.plan import typed
 
@@ -365,3 +365,16 @@ def test_another_order_is_seen_from_enough_images_only():
     assert chance.right_in_another_order(turned, 4) == 1
     assert chance.right_in_another_order(turned, 20) == 0
     assert chance.right_in_another_order(chance.Look(labels, torch.zeros_like(labels)), 4) == 0  # one answer for all
+
+
+def test_a_model_in_training_mode_is_not_changed():
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.LazyLinear(2)
+    )
+    module(torch.zeros(2, 3, 8, 8))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    pairs = [(torch.randint(256, (3, 8, 8), dtype=torch.uint8), k % 2) for k in range(40)]
+    model = models.Model("mine", module.train(), models.Preprocess(8, 8), 2)
+    chance.look(model, DatasetSource(pairs, num_classes=2, name="mine"), range(40), (None, 5), torch.device("cpu"))
+    assert module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())

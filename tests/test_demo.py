@@ -256,7 +256,7 @@ def test_numbers_move_and_two_tabs_are_apart(browser, server):
     before = at(browser)
     until(lambda: at(browser) > before)
     press(browser, "stop")
-    assert "contrast, severity 5" in browser.find_element("css selector", ".about").text
+    assert "snow, severity 3" in browser.find_element("css selector", ".about").text
     assert browser.execute_script("return document.documentElement.scrollWidth") <= PHONE
     assert browser.get_log("browser") == []
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import come
-from come import Guard
+from come import Guard, corruptions
 from come.guard.samples import judge, no_history
 from come.guard.verdict import Verdict, collapsed, compare, judged
 from come.guard.watch import LAG, Watch, send
@@ -490,7 +490,8 @@ def test_batch_statistics_are_used_when_the_stream_calls_for_it(resnet):
     for part in x[y.argsort(stable=True)][:512].split(64):
         adapter(part)
         assert adapter.health()["batch_statistics"] == 0
-    x = 2 * x[:1280]  # with more contrast
+    noisy = corruptions.corrupt((127.5 * (x[:1280] + 1)).round().byte(), "gaussian_noise", 5)
+    x = noisy / 127.5 - 1
     with torch.no_grad():
         source = torch.cat([model(part).argmax(dim=1) for part in x.split(64)])
     mine = torch.cat([adapter(part).argmax(dim=1) for part in x.split(64)])
@@ -498,7 +499,7 @@ def test_batch_statistics_are_used_when_the_stream_calls_for_it(resnet):
     assert adapter.health()["statistics"] == 1
     late = slice(640, 1280)  # after ten windows
     right, known = ((labels[late] == y[:1280][late]).double().mean() for labels in (mine, source))
-    assert right > known + 0.3
+    assert right > known + 0.15
 
 
 # ---- 6. No false alarm ----

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Set
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -228,9 +229,10 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any], bool]:
     return name, given, BARE in arguments
 
 
-def digest(described: Description) -> str:
+def digest(described: Description, leave_out: Set[str] = frozenset()) -> str:
     """64 hexadecimal digits that follow from the values alone."""
-    values = described.model_dump(exclude={name for name in LATER if getattr(described, name, None) is None})
+    unset = {name for name in LATER if getattr(described, name, None) is None}
+    values = described.model_dump(exclude=unset | leave_out)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from come.abstain import binomial_cdf
+from come.adapter import adapt
 from come.bench.data import Source
 from come.bench.models import Model
-from come.inputs import logits_of
 
 LOOKED_AT = 256
 """Images that are looked at, at most."""
@@ -81,14 +81,13 @@ def look(
     model: Model, source: Source, indices: Sequence[int], shift: tuple[str | None, int], device: torch.device
 ) -> Look:
     """Ask a model about images of a source: all of `indices`, or as many as it answers in time."""
+    source_model = adapt(model.module, "source", guard=False)
     labels, answers, end = list[Tensor](), list[Tensor](), time.monotonic() + PATIENCE
     for begin in range(0, len(indices), AT_ONCE):
         loaded = source.load(indices[begin : begin + AT_ONCE], *shift)
         if len(loaded.labels):
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                out = model.module(model.preprocess(loaded.images.to(device)))
             labels.append(loaded.labels.cpu())
-            answers.append(logits_of(out, len(loaded.labels)).argmax(dim=1).cpu())
+            answers.append(source_model(model.preprocess(loaded.images.to(device))).argmax(dim=1).cpu())
         if time.monotonic() > end:
             break
     none = torch.empty(0, dtype=torch.int64)

@@ -54,7 +54,9 @@ class Plan(Knobs):
         6
     """
 
-    methods: Texts = knob(("source", "tent", "eata", "sar", methods.DEFAULT), "Names, or all. See [bold]come list methods[/].")
+    methods: Texts = knob(
+        ("source", "tent", "eata", "sar", methods.DEFAULT), "Names, or all. See [bold]come list methods[/]."
+    )
     objectives: Texts | None = knob(
         None, "By default em and come, and for steady its own. See [bold]come list objectives[/]."
     )

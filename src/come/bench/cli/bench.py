@@ -151,7 +151,9 @@ def bench(
         title = f"{plan.model} on {plan.data}, {plan.setting}{_severity(plan)}, accuracy (%)"
         show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
         if preset_name == "quick":
-            console.print(f"[dim]where classes come one after the other, bare methods lose:[/] {SORTED}", soft_wrap=True)
+            console.print(
+                f"[dim]where classes come one after the other, bare methods lose:[/] {SORTED}", soft_wrap=True
+            )
     over = {cell.key for cell in (*watched.cells, *(r.cell for r in records))}
     missing = [c.title for c in watched.planned if c.key not in over and c.method not in watched.refused]
     say_unfinished(console, missing, [str(failure) for failure in watched.failed])
