@@ -1,6 +1,7 @@
 """What the tests share. Their models are tiny: one thread is faster than two, and gives the same sums everywhere."""
 
 import os
+import sys
 from typing import ClassVar
 
 import pytest
@@ -45,6 +46,13 @@ class Conformance:
 
 def pytest_configure(config):
     config.pluginmanager.register(Conformance())
+
+
+@pytest.fixture(autouse=True)
+def forget_nets():
+    """The pages call a user's file nets.py: what one test has imported of it is not that of the next one."""
+    yield
+    sys.modules.pop("nets", None)
 
 
 class Build:
