@@ -17,7 +17,7 @@ import harm
 import torch
 
 import come
-from come.files import replacing
+from come.state.files import replacing
 
 SHIFTS = (-10.0, -5.0, -2.0, 0.0, 2.0, 5.0, 10.0)
 RATE = 4e-3

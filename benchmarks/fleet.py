@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import come
 from come.corruptions import names as corruptions
-from come.files import replacing
+from come.state.files import replacing
 
 
 class Lab:

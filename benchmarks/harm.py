@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import come
 from come.corruptions import corrupt
-from come.files import replacing
+from come.state.files import replacing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import zoo

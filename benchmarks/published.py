@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.augment import augmix, jitter
+from come.images.augment import augmix, jitter
 
 Loss = Callable[[Tensor], Tensor]
 """Logits (B, K) -> entropies (B,)."""

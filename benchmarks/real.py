@@ -28,7 +28,7 @@ import come.methods
 from come.bench import Plan, RunFolder, models
 from come.bench.runner import Bench
 from come.corruptions import names
-from come.files import replacing
+from come.state.files import replacing
 
 ALL = tuple(names("standard"))
 FIVE = ALL[::3]

@@ -24,9 +24,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from come import saving
 from come.bench.data import opening
 from come.serve.states import key_of, part_of
+from come.state import saving
 
 SIDE = 32
 

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 
 import come
-from come.files import replacing
+from come.state.files import replacing
 
 MODELS = ("vit_b", "resnet50", "vit_s")
 PARTS = (*MODELS, "guard", "profile", "bench", "heavy", "scaling")

@@ -10,9 +10,9 @@ import torch
 from PIL import Image, ImageOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from come import augment
-from come.augment import OPERATIONS, augmix, jitter
 from come.errors import ConfigError, InputError
+from come.images import augment
+from come.images.augment import OPERATIONS, augmix, jitter
 
 VIEWS = {
     "jitter": jitter(),

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import come
-from come.batchnorm import mixed
-from come.compiled import Steps
-from come.inputs import Inputs
-from come.running import MixedNorm, Mode, Patches, StandIn, StandIns
+from come.model.batchnorm import mixed
+from come.model.copies import MixedNorm, Mode, ModelCopies, ModelCopy, Patches
+from come.model.inputs import Inputs
+from come.state.trees import leaves, like, signature
+from come.step.compiled import StepRunner
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
-from come.trees import leaves, like, signature
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -32,7 +32,7 @@ def said(seen):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Without torch.compile, which takes long: what is asked is which batches would be compiled."""
-    monkeypatch.setattr(Steps, "_compiled", lambda self, step, running: running(step))
+    monkeypatch.setattr(StepRunner, "_compiled", lambda self, step, running: running(step))
 
 
 def run(adapter, data):
@@ -286,7 +286,7 @@ def test_adapters_of_one_model_share_stand_ins():
     adapters = [come.adapt(model, method, precision="bf16") for method in ("tent", "zerosiam", "pl")]
     for adapter in adapters:
         adapter(x)
-    assert len(StandIns.of(model).made) == 1
+    assert len(ModelCopies.of(model).made) == 1
 
 
 class Detours(nn.Module):
@@ -376,7 +376,7 @@ def test_patches_are_the_convolution():
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3, 3), (1, 4, 1, 1)])
 def test_a_mixed_norm_is_what_the_hook_computes(shape):
-    from come.batchnorm import Layer, mixed
+    from come.model.batchnorm import Layer, mixed
 
     norm = nn.BatchNorm1d(4) if len(shape) == 2 else nn.BatchNorm2d(4)
     with torch.no_grad():
@@ -424,8 +424,8 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch):
             raise Refuses("no compiler here")
         return inner(self, given, x, **more)
 
-    inner = StandIn.__call__
-    monkeypatch.setattr(StandIn, "__call__", refuses)
+    inner = ModelCopy.__call__
+    monkeypatch.setattr(ModelCopy, "__call__", refuses)
     fast = come.adapt(TinyClassifier(NORMS["layer"]).to(DEVICE), "tent", compile=True)
     with pytest.warns(UserWarning, match=r"torch.compile failed \(Refuses: no compiler here\); not compiled") as seen:
         run(fast, batches(4))

@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 import come
 from come.export import OnBatch
-from come.trees import changed
+from come.state.trees import replace
 
 WARNS = pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch.export.load of torch 2.4
 SIZES = (1, 2, 7, 32)
@@ -117,7 +117,7 @@ def test_what_the_guard_has_decided(decision):
     """That the source model answers, or whether it trusts the statistics of batches."""
     classifier = adapted()
     now = classifier._now
-    classifier._now = changed(now, watch=changed(now.watch, **decision))
+    classifier._now = replace(now, watch=replace(now.watch, **decision))
     alone = classifier.export()
     same(classifier, alone)
     assert any(isinstance(module, OnBatch) for module in alone.modules()) == decision.get("trusted", False)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import come
-from come import files
 from come.bench import Plan, RunFolder
+from come.state import files
 
 sys.path.append(str(Path(__file__).parent / "harness"))  # the runners' processes import it by its name
 import faults

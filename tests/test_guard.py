@@ -18,7 +18,7 @@ from come.guard.samples import _median_by_rank, judge, no_history
 from come.guard.signals import SIGNALS, Bands, measure
 from come.guard.verdict import Verdict, collapsed, compare, judged, renewed, surer
 from come.guard.watch import COUNTED, LAG, WINDOW, Watch, send
-from come.inputs import Inputs
+from come.model.inputs import Inputs
 from come.testing import NORMS, TinyClassifier, batches
 
 METHODS = come.methods.names()

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import come
-from come.batchnorm import by_group, by_selection, following, mixed
-from come.borrowed import Borrowed
-from come.heads import Head
-from come.images import Normalization
-from come.inputs import Arguments, Inputs
+from come.images.normalization import Normalization
+from come.model.batchnorm import by_group, by_selection, following, mixed
+from come.model.functional import FunctionalModel
+from come.model.heads import Head
+from come.model.inputs import Arguments, Inputs
 from come.select import BATCH_NORMS, nothing
 
 
@@ -78,7 +78,7 @@ def test_the_head_gives_the_logits(make, name):
     model = make(name).eval()
     x = torch.rand(3, 3, 64, 64)
     with torch.no_grad():
-        expected = come.inputs.logits_of(model(x), 3)
+        expected = come.model.inputs.logits_of(model(x), 3)
     torch.testing.assert_close(come.adapt(model, Headed(select=nothing(), statistics="source"))(x), expected)
 
 
@@ -180,7 +180,7 @@ def model():
 
 
 def run(model, x, statistics):
-    borrowed = Borrowed(model, nothing(), "test", descends=False)
+    borrowed = FunctionalModel(model, nothing(), "test", descends=False)
     with torch.no_grad():
         return borrowed.call(Inputs.of(x), borrowed.source(), statistics)
 

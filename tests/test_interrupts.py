@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import come
-from come.locks import ModelLock, _after_fork, _before_fork, _holding
-from come.meeting import Meeting, ask
+from come.model.locks import ModelLock, _after_fork, _before_fork, _holding
+from come.streams.rendezvous import Rendezvous, ask
 from come.testing import batches
 
 sys.path.append(str(Path(__file__).parent / "harness"))
@@ -207,10 +207,10 @@ def test_an_interrupt_while_groups_meet_ends_all_of_them():
 
     jobs = [job, job, job]
     noted = interrupts.AtEvent()
-    assert interrupts.traced(noted, lambda: Meeting().run(jobs))
+    assert interrupts.traced(noted, lambda: Rendezvous().run(jobs))
     for number in range(1, len(noted.seen), 5):
-        interrupts.traced(interrupts.AtEvent(number), lambda: Meeting().run(jobs))
-    assert len(set(Meeting().run(jobs))) == 3
+        interrupts.traced(interrupts.AtEvent(number), lambda: Rendezvous().run(jobs))
+    assert len(set(Rendezvous().run(jobs))) == 3
 
 
 def test_an_interrupt_stays_one_where_torch_fails_after_it():

@@ -25,8 +25,8 @@ from come import Guard, corruptions
 from come.guard.samples import judge, no_history
 from come.guard.verdict import Verdict, collapsed, compare, judged
 from come.guard.watch import LAG, Watch, send
-from come.inputs import Arguments
 from come.method import Context
+from come.model.inputs import Arguments
 from come.testing import NORMS, TinyClassifier, batches
 
 METHODS = come.methods.names()
@@ -411,11 +411,11 @@ def test_the_note_is_under_the_checksum(tmp_path):
 
     fleet, path = come.Fleet(tiny(), streams=["a"]), tmp_path / "a.safetensors"
     path.write_bytes(fleet.packed("a", "mine"))
-    assert come.saving.note_of(path) == "mine"
+    assert come.state.saving.note_of(path) == "mine"
     with safe_open(path, "pt") as file:
         about = file.metadata()
     save_file(load_file(path), path, metadata=about | {"note": "yours"})
-    for act in (lambda: fleet.load(path, "a"), lambda: come.saving.note_of(path)):
+    for act in (lambda: fleet.load(path, "a"), lambda: come.state.saving.note_of(path)):
         with pytest.raises(come.StateError, match="checksum mismatch"):
             act()
 

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 import come
 from come import testing
-from come.ranks import Ranks
+from come.model.ranks import Ranks
 
 sys.path.append(str(Path(__file__).parent / "harness"))
 import ranked

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import come
-from come import saving
 from come.abstain import SCORES
 from come.serve import Mode, RequestError, Service
 from come.serve.modes import Signal
 from come.serve.states import States, key_of, part_of
+from come.state import saving
 from come.testing import NORMS, TinyClassifier, batches
 
 X = batches(40, size=4, seed=3)

@@ -20,13 +20,13 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 import come
-from come import saving
 from come.bench import cli, models
 from come.errors import pip_install
 from come.methods import DEFAULT
 from come.serve import Service, http
 from come.serve.http import create
 from come.serve.states import key_of
+from come.state import saving
 from come.testing import NORMS, TinyClassifier, batches
 
 ROOT = Path(__file__).parents[1]

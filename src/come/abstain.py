@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from come.errors import ConfigError, InputError, require, require_number, shown, unknown
-from come.inputs import UNKNOWN, answered, exact
+from come.model.inputs import UNKNOWN, answered, at_least_float32
 from come.objectives import Objective, Opinion, Softmax
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
     "belief": lambda _, logits: Opinion().confidence(logits),
     "u": lambda _, logits: -Opinion().uncertainty(logits),
     "entropy": lambda _, logits: -Softmax().entropy(logits),
-    "energy": lambda _, logits: exact(logits).logsumexp(dim=-1),
+    "energy": lambda _, logits: at_least_float32(logits).logsumexp(dim=-1),
 }
 """Confidences by name, from an objective and logits (..., K) to (...,); larger is more confident. They are those of
 `come.metrics.SCORES`."""
@@ -128,8 +128,8 @@ class Abstention:
         """On that device, in float64 where it has that: in float32 a step can be smaller than what rounding takes away."""
         if self.threshold is None:
             return self
-        exact = torch.float32 if device.type == "mps" else torch.float64
-        return Abstention(self.promise, self.threshold.to(device, exact))
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        return Abstention(self.promise, self.threshold.to(device, precise))
 
 
 def usable(logits: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
     step(x):  lock -> check -> guard reads old signals -> method.adapt on a `Context` -> keep or drop -> Step
 
-All that changes is in one `Moment`, which is never changed itself: a step computes a new one and, when everything has
+All that changes is in one `StreamState`, which is never changed itself: a step computes a new one and, when everything has
 succeeded, puts it in the place of the old one. So an error or an interrupt anywhere leaves the adapter as it was.
 """
 
@@ -23,23 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from come import export as exporting
-from come import methods, optim, saving
+from come import methods, optim
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences, followed, scored, usable
-from come.borrowed import Borrowed
-from come.compiled import Steps
 from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown, warn
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
-from come.inputs import Input, Inputs, Key
-from come.locks import ModelLock, exclusive
 from come.method import Context, Frozen, Method, Step, Written, undo, untracked
+from come.model.copies import Mode, Precision
+from come.model.functional import FunctionalModel
+from come.model.inputs import Input, Inputs, Key
+from come.model.locks import ModelLock, exclusive
+from come.model.ranks import Ranks, bits
 from come.objectives import Objective
 from come.optim import Moments
-from come.ranks import Ranks, bits
-from come.running import Mode, Precision
 from come.select import Selector
-from come.transition import After, Before, How, Transition
-from come.trees import changed
+from come.state import saving
+from come.state.trees import replace
+from come.step.compiled import StepRunner
+from come.step.transition import StepFlags, StepInput, StepOutput, Transition
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,7 +68,7 @@ Callback = Callable[["Adapter", Step], None]
 
 
 @dataclass(frozen=True)
-class Moment:
+class StreamState:
     """All that a step changes."""
 
     weights: Tensor
@@ -88,7 +89,7 @@ class Moment:
         """Counters and gauges of the guard as flat numbers; without a guard, the steps only."""
         return {"steps": float(self.count)} if self.watch is None else self.watch.health()
 
-    def to(self, device: torch.device, on_host: tuple[str, ...]) -> Moment:
+    def to(self, device: torch.device, on_host: tuple[str, ...]) -> StreamState:
         """With all tensors on that device, but for those that stay on the CPU."""
         state = self.state
         if state is not None:
@@ -98,7 +99,7 @@ class Moment:
         watch = None if self.watch is None else self.watch.to(device)
         abstention = None if self.abstention is None else self.abstention.to(device)
         weights = self.weights.to(device)
-        return changed(self, weights=weights, moments=moments, state=state, watch=watch, abstention=abstention)
+        return replace(self, weights=weights, moments=moments, state=state, watch=watch, abstention=abstention)
 
 
 class Adapter:
@@ -160,20 +161,20 @@ class Adapter:
     def _borrow(self, select: Selector, mode: Mode) -> None:
         """What belongs to this model and to this process: it is made anew for a copy."""
         method = self.method
-        self._borrowed = Borrowed(self.model, select, method.name, method.descends, mode, self._per_sample)
+        self._borrowed = FunctionalModel(self.model, select, method.name, method.descends, mode, self._per_sample)
         rule = None
         if self._borrowed.parameters:
             rule = optim.get(method.optimizer, self._borrowed.split, self._borrowed.join)
         self._core = Transition(method, self.guard, self._borrowed, rule)
-        self._steps = Steps(self._core)
+        self._steps = StepRunner(self._core)
 
-    def _first(self) -> Moment:
+    def _first(self) -> StreamState:
         """Before the first batch."""
         core = self._core
         moments = {} if core.rule is None else core.rule.init(core.source)
         watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device, core.chooses)
         abstention = None if self._promise is None else Abstention.begin(self._promise, self._borrowed.device)
-        return Moment(core.source, moments, None, 0, watch, abstention=abstention)
+        return StreamState(core.source, moments, None, 0, watch, abstention=abstention)
 
     # ---- calling it ----
 
@@ -236,7 +237,7 @@ class Adapter:
                 out = out._replace(abstain=abstain)
             return _own(out, own)
 
-    def _answered(self, now: Moment, x: Inputs) -> Step:
+    def _answered(self, now: StreamState, x: Inputs) -> Step:
         self._core.seed(now.count)
         how, before = self._how(now), self._before(now, x.size)
         return self._running(lambda: self._core.answered(how, before, x, now.count))
@@ -317,7 +318,7 @@ class Adapter:
             if self._ranks is not None:
                 scores, wrong = self._ranks.first(scores), None if wrong is None else self._ranks.first(wrong)
             self._promise = wanted.promise(scores, wrong)
-            self._now = changed(self._now, abstention=Abstention.begin(self._promise, self._device))
+            self._now = replace(self._now, abstention=Abstention.begin(self._promise, self._device))
             return self._promise
 
     @property
@@ -367,7 +368,7 @@ class Adapter:
         finally:  # again, in case an interrupt struck in the line above
             self._borrowed.give_back()
 
-    def _advance(self, now: Moment, x: Inputs) -> tuple[Moment, Step, list[Event]]:
+    def _advance(self, now: StreamState, x: Inputs) -> tuple[StreamState, Step, list[Event]]:
         """The next moment, what is returned, and what is to be reported."""
         now, events = self._begun(now)
         how = self._how(now)
@@ -378,17 +379,19 @@ class Adapter:
             out = out._replace(abstain=abstain)
             if known.threshold is not None:
                 threshold = followed(known.promise, known.threshold, abstain, usable(out.logits, out.valid))
-                moment = changed(moment, abstention=Abstention(known.promise, threshold))
+                moment = replace(moment, abstention=Abstention(known.promise, threshold))
         return moment, out, events
 
-    def _begun(self, now: Moment) -> tuple[Moment, list[Event]]:
+    def _begun(self, now: StreamState) -> tuple[StreamState, list[Event]]:
         """The moment as a step begins with it: forgotten if that is due, and with old signals read."""
         due = self.method.reset_every is not None and now.count >= self.method.reset_every
         if self.method.episodic or due:
             now = self._forgotten(now)
         return (now, []) if self.guard is None else self._read(now, self.guard)
 
-    def _ended(self, now: Moment, how: How, after: After, size: int, send: Callable[..., Sent] = send) -> Moment:
+    def _ended(
+        self, now: StreamState, how: StepFlags, after: StepOutput, size: int, send: Callable[..., Sent] = send
+    ) -> StreamState:
         """The moment after a step on `size` samples."""
         watch = now.watch
         if watch is not None and self.guard is not None:
@@ -398,15 +401,15 @@ class Adapter:
             sums = after.sums if how.asking else None
             watch = watch.stepped(self.guard, send(watch.steps, size, values), after.history, sums, self._core.chooses)
         selected = now.selected if after.selected is None else after.selected
-        return Moment(after.weights, after.moments, after.state, now.count + 1, watch, selected, now.abstention)
+        return StreamState(after.weights, after.moments, after.state, now.count + 1, watch, selected, now.abstention)
 
-    def _before(self, now: Moment, size: int) -> Before:
+    def _before(self, now: StreamState, size: int) -> StepInput:
         """What a step begins with."""
         rate = self._rate_of(now, size, self.method)
         if self._rate is None or self._rate[0] != (rate, now.weights.dtype, self._device):
             value = torch.full((), rate, dtype=now.weights.dtype, device=self._device)
             self._rate = (rate, now.weights.dtype, self._device), value
-        before = Before(now.weights, now.moments, now.state, self._rate[1])
+        before = StepInput(now.weights, now.moments, now.state, self._rate[1])
         watch = now.watch
         if watch is None or self.guard is None:
             return before
@@ -416,7 +419,7 @@ class Adapter:
         needed = torch.full((), self._needed(watch, size), device=self._device)
         return before._replace(sums=watch.sums, needed=needed)
 
-    def _rate_of(self, now: Moment, size: int, method: Method) -> float:
+    def _rate_of(self, now: StreamState, size: int, method: Method) -> float:
         """The learning rate for a batch of that size."""
         rate = method.learning_rate(size, self._borrowed.has_batch_norm)
         return rate * (1.0 if now.watch is None else now.watch.scale)
@@ -426,19 +429,19 @@ class Adapter:
         assert self.guard is not None
         return min(self.guard.samples, size + watch.asked)
 
-    def _how(self, now: Moment) -> How:
+    def _how(self, now: StreamState) -> StepFlags:
         """What is decided on the host."""
         watch, few = now.watch, now.selected < FEW and not self._borrowed.mode.compile
         if watch is None:
-            return How(few=few)
-        return How(watch.asking, self._resting(watch), watch.frozen, watch.trusted, not watch.steps, few)
+            return StepFlags(few=few)
+        return StepFlags(watch.asking, self._resting(watch), watch.frozen, watch.trusted, not watch.steps, few)
 
-    def _read(self, now: Moment, guard: Guard) -> tuple[Moment, list[Event]]:
+    def _read(self, now: StreamState, guard: Guard) -> tuple[StreamState, list[Event]]:
         """Take up old signals, and do what follows from them."""
         assert now.watch is not None
         watch, events, cause = now.watch.read(guard, self._core.chooses)
         if cause is None or (cause.kind == "collapse" and guard.policy == "warn"):
-            return changed(now, watch=self._asking(watch)), events
+            return replace(now, watch=self._asking(watch)), events
         if cause.kind == "collapse" and guard.policy == "raise":
             raise CollapseError(
                 f"{self.method.name} has collapsed at step {cause.step}: {cause.message}; reset() it, lower lr, or use "
@@ -447,7 +450,7 @@ class Adapter:
         weightless = not (self._borrowed.parameters or self._core.on_batch)
         watch, more = watch.recovered(guard, cause, weightless)
         watch = self._asking(watch.counted(more))
-        return changed(self._first(), count=now.count, watch=watch, abstention=now.abstention), [*events, *more]
+        return replace(self._first(), count=now.count, watch=watch, abstention=now.abstention), [*events, *more]
 
     def _asking(self, watch: Watch) -> Watch:
         """With a question to the source, if one is due and can find anything."""
@@ -457,26 +460,26 @@ class Adapter:
         """Whether the source model answers."""
         return watch.frozen or not (watch.trusted or self._borrowed.parameters or self._core.on_batch)
 
-    def _context(self, now: Moment, size: int) -> Context:
+    def _context(self, now: StreamState, size: int) -> Context:
         """For what is not a step."""
         self._core.seed(now.count)
         valid = torch.ones(size, dtype=torch.bool, device=self._device)
         return self._core.context(self._how(now), self._before(now, size), valid, now.count)
 
-    def _forgotten(self, now: Moment) -> Moment:
+    def _forgotten(self, now: StreamState) -> StreamState:
         """As before the first batch. What the stream is answered by is not forgotten: resets may be part of a method."""
-        first = changed(self._first(), abstention=now.abstention)
+        first = replace(self._first(), abstention=now.abstention)
         if now.watch is not None and self.guard is not None:
-            first = changed(first, watch=now.watch.forgotten(self.guard))
+            first = replace(first, watch=now.watch.forgotten(self.guard))
         return first
 
-    def _begun_anew(self, now: Moment) -> Moment:
+    def _begun_anew(self, now: StreamState) -> StreamState:
         """After a reset by the user: also what the guard knows and the threshold are as at the beginning."""
         known, watch = now.abstention, now.watch
         begun = None if known is None else Abstention.begin(known.promise, self._device)
         if watch is not None and self.guard is not None:
             watch = watch.anew(self.guard, self._core.chooses)
-        return changed(self._first(), abstention=begun, watch=watch)
+        return replace(self._first(), abstention=begun, watch=watch)
 
     @property
     def _device(self) -> torch.device:
@@ -506,12 +509,12 @@ class Adapter:
         core.source, core.fixed = core.source.to(device, dtype), self._cast(fixed)
         core.generator = torch.Generator(device)
 
-    def _brought(self, moment: Moment) -> Moment:
+    def _brought(self, moment: StreamState) -> StreamState:
         """A moment where the model is, in its precision."""
         moment = moment.to(self._device, self.method.on_host)
         weights, state = moment.weights.to(self._borrowed.dtype), moment.state
         state = None if state is None else self._cast(state)
-        return changed(moment, weights=weights, moments=self._cast(moment.moments), state=state)
+        return replace(moment, weights=weights, moments=self._cast(moment.moments), state=state)
 
     def _cast(self, values: dict[str, Any]) -> dict[str, Any]:
         """With the precision of the adapted weights for what has an entry for each of them."""
@@ -551,7 +554,7 @@ class Adapter:
 
     def _count(self, events: list[Event]) -> None:
         if self._now.watch is not None:
-            self._now = changed(self._now, watch=self._now.watch.counted(events))
+            self._now = replace(self._now, watch=self._now.watch.counted(events))
 
     # ---- what can be seen ----
 
@@ -673,7 +676,7 @@ class Adapter:
         kept["_fingerprint"] = {}
         watch = self._now.watch
         if watch is not None:
-            kept["_now"] = changed(self._now, watch=watch.settled())
+            kept["_now"] = replace(self._now, watch=watch.settled())
         fixed = {name: {} if name == "live" else value for name, value in self._core.fixed.items()}
         kept["_made_of"] = (self._core.source, fixed, list(self._borrowed.parameters), self._borrowed.mode)
         return kept

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from come.batchnorm import Layer, StatisticsRule, per_channel, unit_statistics
-from come.borrowed import Borrowed
 from come.errors import ConfigError, InputError, ModelError, missing, require
-from come.files import replacing, unwritable
-from come.inputs import Inputs, exact, logits_of
 from come.method import Frozen
-from come.running import replaced
-from come.transition import PRIOR
+from come.model.batchnorm import Layer, StatisticsRule, per_channel, unit_statistics
+from come.model.copies import replaced
+from come.model.functional import FunctionalModel
+from come.model.inputs import Inputs, at_least_float32, logits_of
+from come.state.files import replacing, unwritable
+from come.step.transition import PRIOR
 
 KINDS = (".pt2", ".onnx")
 
@@ -60,7 +60,7 @@ class OnBatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, ...) -> the same."""
-        values = exact(x)
+        values = at_least_float32(x)
         var, mean = torch.var_mean(values, dim=[0, *range(2, x.ndim)], correction=0, keepdim=True)
         if self.mean is not None and self.var is not None:
             count = torch.ones_like(values.flatten(1)[:, 0]).sum()  # a tensor: in a graph it follows the batch
@@ -93,7 +93,7 @@ class _Logits(nn.Module):
         return out["logits"] if isinstance(out, Mapping) else out.logits  # type: ignore[no-any-return]
 
 
-def standalone(borrowed: Borrowed, frozen: Frozen, rule: StatisticsRule) -> nn.Module:
+def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) -> nn.Module:
     """A copy of a borrowed model that computes what `frozen` says, with BatchNorm by that rule."""
     model = copy.deepcopy(borrowed.model)
     known = dict(model.named_parameters(remove_duplicate=False))

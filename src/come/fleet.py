@@ -1,19 +1,20 @@
 """`come.Fleet`: one model, many streams, each of which adapts by itself.
 
-Two adapted copies of a model differ in little: the affine parameters of its norm layers, 0.05% of a ViT. So a fleet keeps one
-model and, for each stream, what an adapter would keep: a `Moment`. A batch may hold samples of many streams. Those with the
-same number of samples, and about which the host has decided the same, are a group: one step, see `come.stacked`. Groups run at
-the same time and call the model together, see `come.meeting`.
+Two adapted copies of a model differ only in the affine parameters of its norm layers, 0.05% of a ViT. So a fleet keeps one
+model and a `StreamState` for each stream. A batch may hold samples of many streams. Streams with the same number of samples and
+the same flags form a group, which is one step (`come.streams.vmap`). Groups run at the same time and share one call of the
+model (`come.streams.rendezvous`).
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -24,27 +25,27 @@ from urllib.parse import quote
 import torch
 from torch import Tensor, nn
 
-from come import saving
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, abstains, confidences, followed, usable
-from come.adapter import Adapter, Moment, adapt
-from come.compiled import Steps
+from come.adapter import Adapter, StreamState, adapt
 from come.errors import ComeError, ConfigError, InputError, StateError, shown
-from come.files import replacing
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, to_host
-from come.inputs import Inputs, exact, logits_of
-from come.locks import ModelLock, exclusive
-from come.many import Many, Stack
-from come.meeting import Meeting
 from come.method import Method, Step, untracked
 from come.methods import DEFAULT
+from come.model.copies import Precision
+from come.model.inputs import Inputs, at_least_float32, logits_of
+from come.model.locks import ModelLock, exclusive
 from come.objectives import Objective
 from come.optim import TorchRule
-from come.running import Precision
-from come.spilled import Spilled, SpillFolder
-from come.stacked import apart, index, joined, over, parted, sent
-from come.transition import After, Before, How
-from come.trees import changed
+from come.state import saving
+from come.state.files import replacing
+from come.state.trees import replace
+from come.step.compiled import StepRunner
+from come.step.transition import StepFlags, StepInput, StepOutput
+from come.streams.rendezvous import Rendezvous
+from come.streams.spill import Spilled, SpillFolder
+from come.streams.transition import StackedModel, StackedTransition
+from come.streams.vmap import apart, index, joined, over, parted, sent
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +61,7 @@ class _Stream:
     method: Method
     """With its own learning rate and thresholds."""
     own: dict[str, float]
-    moment: Moment | Spilled
+    moment: StreamState | Spilled
 
 
 class _Part(NamedTuple):
@@ -68,7 +69,7 @@ class _Part(NamedTuple):
 
     name: str
     rows: list[int]
-    now: Moment
+    now: StreamState
     method: Method
 
 
@@ -77,7 +78,7 @@ class _Group(NamedTuple):
 
     parts: list[_Part]
     rows: list[int]
-    before: Before
+    before: StepInput
     x: Inputs
 
 
@@ -186,8 +187,8 @@ class Fleet:
 
     def _begin(self) -> None:
         """What is made anew for a copy."""
-        self._many = Many(self._one._core)
-        self._steps = self._one._steps = Steps(self._many)  # the adapter forgets them when the model was moved
+        self._many = StackedTransition(self._one._core)
+        self._steps = self._one._steps = StepRunner(self._many)  # the adapter forgets them when the model was moved
         self._rates: tuple[Any, Tensor] | None = None
 
     @property
@@ -240,7 +241,7 @@ class Fleet:
             found = self._one._running(lambda: self._groups(inputs, parts))
             moments = {name: moment for group in found for name, moment in group[0].items()}
             out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-            self._streams = before | {name: changed(before[name], moment=now) for name, now in moments.items()}
+            self._streams = before | {name: replace(before[name], moment=now) for name, now in moments.items()}
             self._tell(events)
             return out
         except BaseException:
@@ -275,7 +276,7 @@ class Fleet:
             for name, rows in self._ready(streams, len(logits)).items():
                 known = self._moment(name).abstention
                 by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(rows)
-            found = exact(logits).new_zeros(len(logits))
+            found = at_least_float32(logits).new_zeros(len(logits))
             for score, rows in by_score.items():
                 at = index(rows, logits.device)
                 good = None if valid is None else valid[at]
@@ -330,13 +331,13 @@ class Fleet:
 
     def _groups(
         self, x: Inputs, parts: list[_Part], adapts: bool = True
-    ) -> list[tuple[dict[str, Moment], list[int], Step]]:
+    ) -> list[tuple[dict[str, StreamState], list[int], Step]]:
         """All groups of the batch: new moments, rows of the batch, and what is returned for them."""
         self._prove(x)
         groups: dict[Any, list[_Part]] = {}
         for part in parts:
             how, watch = self._one._how(part.now), part.now.watch
-            how = how._replace(few=False) if adapts else How(resting=how.resting, trusted=how.trusted)
+            how = how._replace(few=False) if adapts else StepFlags(resting=how.resting, trusted=how.trusted)
             asked = how.asking and watch is not None and watch.sums is not None
             known = part.now.abstention if adapts else None
             promise = None if known is None else known.promise
@@ -344,7 +345,7 @@ class Fleet:
         prepared = [self._prepared(how, members, x, size) for (how, size, *_), members in groups.items()]
         runs = [partial(self._ran, how, one, adapts) for (how, *_), one in zip(groups, prepared, strict=True)]
         compiled = self._one._borrowed.mode.compile  # then each group is a graph of its own
-        outs = [run() for run in runs] if compiled else Meeting().run(runs)
+        outs = [run() for run in runs] if compiled else Rendezvous().run(runs)
         found = []
         for (how, size, _, _, promise), one, after in zip(groups, prepared, outs, strict=True):
             out = Step(*(None if value is None else value.flatten(0, 1) for value in after.out))  # type: ignore[arg-type]
@@ -355,8 +356,8 @@ class Fleet:
         return found
 
     def _abstaining(
-        self, promise: Promise, moments: dict[str, Moment], out: Step, size: int
-    ) -> tuple[Step, dict[str, Moment]]:
+        self, promise: Promise, moments: dict[str, StreamState], out: Step, size: int
+    ) -> tuple[Step, dict[str, StreamState]]:
         """What a group returns with its abstentions, and its moments with thresholds that follow."""
         known = [moment.abstention.threshold for moment in moments.values() if moment.abstention is not None]
         own = [threshold for threshold in known if threshold is not None]
@@ -367,12 +368,12 @@ class Fleet:
             counted = usable(out.logits, out.valid)
             later = apart(followed(promise, thresholds, abstain.view(-1, size), counted.view(-1, size)))
             moments = {
-                name: changed(moment, abstention=Abstention(promise, threshold))
+                name: replace(moment, abstention=Abstention(promise, threshold))
                 for (name, moment), threshold in zip(moments.items(), later, strict=True)
             }
         return out._replace(abstain=abstain), moments
 
-    def _prepared(self, how: How, parts: list[_Part], x: Inputs, size: int) -> _Group:
+    def _prepared(self, how: StepFlags, parts: list[_Part], x: Inputs, size: int) -> _Group:
         """Streams with the same number of samples, ready for a step."""
         rows = [row for part in parts for row in part.rows]
         mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
@@ -382,15 +383,15 @@ class Fleet:
         many = mine.map_samples(lambda value: value.view(len(parts), size, *value.shape[1:]))
         return _Group(parts, rows, before, many)
 
-    def _ran(self, how: How, group: _Group, adapts: bool) -> After:
+    def _ran(self, how: StepFlags, group: _Group, adapts: bool) -> StepOutput:
         """A step of a group; all tensors of the result are (n, ...)."""
         one = self._one
         compiled = one._borrowed.mode.compile
-        step = self._many if compiled else Many(one._core)
+        step = self._many if compiled else StackedTransition(one._core)
         step.begin(one._core, [(part.now.count, part.method) for part in group.parts])
         try:
             if not adapts:
-                return After(group.before.weights, {}, {}, step.answered(how, group.before, group.x))
+                return StepOutput(group.before.weights, {}, {}, step.answered(how, group.before, group.x))
             if compiled:
                 return self._steps.run(how, group.before, group.x, 0, lambda run: run())
             return step(how, group.before, group.x, 0)
@@ -404,7 +405,7 @@ class Fleet:
                 "adapter for each stream"
             ) from error
 
-    def _before(self, how: How, parts: list[_Part], size: int) -> Before:
+    def _before(self, how: StepFlags, parts: list[_Part], size: int) -> StepInput:
         """What a step of these streams begins with, (n, ...)."""
         moments = [part.now for part in parts]
         rates = tuple(self._one._rate_of(part.now, size, part.method) for part in parts)
@@ -416,7 +417,7 @@ class Fleet:
         method = self._one.method
         own = {name: [getattr(part.method, name) for part in parts] for name in method.by_stream}
         own = {name: values for name, values in own.items() if set(values) != {getattr(method, name)}}
-        before = Before(
+        before = StepInput(
             weights,
             joined([now.moments for now in moments]),
             None if states[0] is None else joined(cast("list[dict[str, Tensor]]", states)),
@@ -434,7 +435,7 @@ class Fleet:
         known = [value for value in sums if value is not None]
         return before._replace(needed=needed, sums=torch.stack(known) if known else None)
 
-    def _ended(self, how: How, parts: list[_Part], after: After, size: int) -> dict[str, Moment]:
+    def _ended(self, how: StepFlags, parts: list[_Part], after: StepOutput, size: int) -> dict[str, StreamState]:
         """The moment of each stream after a step: tensors of its own."""
         weights = apart(after.weights)
         moments, state = parted(after.moments, len(parts)), parted(after.state, len(parts))
@@ -446,7 +447,7 @@ class Fleet:
         def send(step: int, batch: int, values: Tensor) -> Sent:
             return Sent(step, batch, values, arrived)
 
-        then = map(After, weights, moments, state, [after.out] * len(parts), history, sums, signals)
+        then = map(StepOutput, weights, moments, state, [after.out] * len(parts), history, sums, signals)
         return {
             part.name: self._one._ended(part.now, how, mine, size, send) for part, mine in zip(parts, then, strict=True)
         }
@@ -457,7 +458,7 @@ class Fleet:
             return
         borrowed, source = self._one._borrowed, self._one._core.source
         pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device)).map_samples(_usable)
-        stack = Stack(borrowed)
+        stack = StackedModel(borrowed)
         with torch.no_grad():
             draw = torch.Generator(source.device).manual_seed(0)
             noise = torch.randn(2, len(source), generator=draw, device=source.device, dtype=source.dtype)
@@ -486,9 +487,14 @@ class Fleet:
             failed = self._one._tell([event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
-            if failed and stream is not None and isinstance(stream.moment, Moment) and stream.moment.watch is not None:
-                moment = changed(stream.moment, watch=stream.moment.watch.counted(failed))
-                self._streams = self._streams | {name: changed(stream, moment=moment)}
+            if (
+                failed
+                and stream is not None
+                and isinstance(stream.moment, StreamState)
+                and stream.moment.watch is not None
+            ):
+                moment = replace(stream.moment, watch=stream.moment.watch.counted(failed))
+                self._streams = self._streams | {name: replace(stream, moment=moment)}
 
     # ---- streams ----
 
@@ -532,7 +538,7 @@ class Fleet:
                 raise ConfigError(
                     f"{key!r} of {method.name} cannot differ by stream; what can: {', '.join(known)}. Give it to Fleet()"
                 )
-        mine = replace(method, **cast(Any, own)) if own else method
+        mine = dataclasses.replace(method, **cast(Any, own)) if own else method
         return _Stream(mine, dict(own), self._one._first())
 
     @exclusive
@@ -552,10 +558,10 @@ class Fleet:
             self._one._check_open()
             self._follow()
             names = self._streams if name is None else [self._known(name)]
-            anew = {one: changed(self._streams[one], moment=self._anew(self._streams[one])) for one in names}
+            anew = {one: replace(self._streams[one], moment=self._anew(self._streams[one])) for one in names}
             self._streams = self._evicted(self._streams | anew)
 
-    def _anew(self, stream: _Stream) -> Moment:
+    def _anew(self, stream: _Stream) -> StreamState:
         try:
             return self._one._begun_anew(self._moment_of(stream))
         except StateError:  # what it was is lost
@@ -640,7 +646,7 @@ class Fleet:
 
         Args:
             name: of the stream.
-            note: a text of yours that travels with it; `come.saving.note_of` reads it from the file.
+            note: a text of yours that travels with it; `come.state.saving.note_of` reads it from the file.
         """
         with untracked():
             return saving.packed(self._look(name), note)
@@ -670,7 +676,7 @@ class Fleet:
     def _write(self, name: str, path: Path) -> None:
         saving.save(self._view(self._streams[name]), path)
 
-    def _read(self, stream: _Stream, path: Path) -> Moment:
+    def _read(self, stream: _Stream, path: Path) -> StreamState:
         first = replace(stream, moment=self._one._first())
         return saving.restored(self._view(first), saving.read(path, self._one.method.name))
 
@@ -683,22 +689,22 @@ class Fleet:
         vars(one).update(vars(self._one), _now=self._moment_of(stream), _core=core, method=stream.method)
         return one
 
-    def _moment_of(self, stream: _Stream) -> Moment:
+    def _moment_of(self, stream: _Stream) -> StreamState:
         """The moment of a stream where the model is, from disk if it is there."""
         one, moment = self._one, stream.moment
         if isinstance(moment, Spilled):
-            first = self._view(changed(stream, moment=one._first()))
+            first = self._view(replace(stream, moment=one._first()))
             moment = saving.resumed(first, moment.tensors(one.method.name))
         return moment if self._at_home(moment) else one._brought(moment)
 
-    def _at_home(self, moment: Moment) -> bool:
+    def _at_home(self, moment: StreamState) -> bool:
         """Whether it is where the model is, in its precision."""
         borrowed = self._one._borrowed
         return moment.weights.device == borrowed.device and moment.weights.dtype == borrowed.dtype
 
-    def _moment(self, name: str) -> Moment:
+    def _moment(self, name: str) -> StreamState:
         moment = self._streams[name].moment
-        assert isinstance(moment, Moment)
+        assert isinstance(moment, StreamState)
         return moment
 
     def _known(self, name: Name) -> str:
@@ -746,7 +752,7 @@ class Fleet:
             streams = dict(self._streams)
             for name in names:
                 stream = streams.pop(name)
-                streams[name] = changed(stream, moment=self._moment_of(stream))
+                streams[name] = replace(stream, moment=self._moment_of(stream))
             self._streams = self._evicted(streams, keep=set(names))
 
     def _evicted(self, streams: dict[str, _Stream], keep: set[str] | None = None) -> dict[str, _Stream]:
@@ -763,9 +769,9 @@ class Fleet:
         """To disk, or to host memory."""
         if self._folder is not None:
             one = self._view(stream)
-            return changed(stream, moment=Spilled(self._folder, saving.packed(one), one.health()))
-        assert isinstance(stream.moment, Moment)
-        return changed(stream, moment=stream.moment.to(torch.device("cpu"), self._one.method.on_host))
+            return replace(stream, moment=Spilled(self._folder, saving.packed(one), one.health()))
+        assert isinstance(stream.moment, StreamState)
+        return replace(stream, moment=stream.moment.to(torch.device("cpu"), self._one.method.on_host))
 
     def _is_here(self, stream: _Stream) -> bool:
         """Whether it is on the device; without a folder, others are in host memory."""
@@ -782,8 +788,8 @@ class Fleet:
         if not self._at_home(one._now):  # before the adapter itself: if this is interrupted, it is done again
             was = one._now.weights.device
             self._streams = {
-                name: changed(stream, moment=one._brought(stream.moment))
-                if isinstance(stream.moment, Moment)
+                name: replace(stream, moment=one._brought(stream.moment))
+                if isinstance(stream.moment, StreamState)
                 and (self._folder is not None or stream.moment.weights.device == was)
                 else stream
                 for name, stream in self._streams.items()
@@ -899,11 +905,11 @@ def _column(values: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:
     return torch.cat([known.new_full((size,), unknown) if value is None else value for value, size in parts])
 
 
-def _settled(moment: Moment | Spilled) -> Moment | Spilled:
+def _settled(moment: StreamState | Spilled) -> StreamState | Spilled:
     """With its signals on the host, for a copy."""
     if isinstance(moment, Spilled) or moment.watch is None:
         return moment
-    return changed(moment, watch=moment.watch.settled())
+    return replace(moment, watch=moment.watch.settled())
 
 
 def _promising(stream: _Stream, promise: Promise) -> _Stream:
@@ -911,4 +917,4 @@ def _promising(stream: _Stream, promise: Promise) -> _Stream:
     if isinstance(stream.moment, Spilled):
         return stream
     begun = Abstention.begin(promise, stream.moment.weights.device)
-    return changed(stream, moment=changed(stream.moment, abstention=begun))
+    return replace(stream, moment=replace(stream.moment, abstention=begun))

@@ -18,16 +18,17 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_arg
 import torch
 from torch import Tensor
 
-from come import objectives, stacked
-from come.batchnorm import Layer, Statistics, StatisticsRule, mixed
-from come.borrowed import Borrowed
+from come import objectives
 from come.errors import ConfigError, ModelError, require, require_int, require_number, shown
-from come.heads import Head
-from come.inputs import Inputs, logits_of
+from come.model.batchnorm import Layer, Statistics, StatisticsRule, mixed
+from come.model.functional import FunctionalModel
+from come.model.heads import Head
+from come.model.inputs import Inputs, logits_of
 from come.objectives import Objective
 from come.optim import Moments, OptimizerFactory, Rule, adam, sgd
 from come.registry import Registry
 from come.select import Selector, norm_affine
+from come.streams import vmap as stacked
 
 Written = tuple[Tensor, Tensor, Tensor]
 """An entry of a method's memory, the rows of it that were overwritten, and what was in them."""
@@ -112,7 +113,7 @@ class Context:
 
     def __init__(
         self,
-        model: Borrowed,
+        model: FunctionalModel,
         rule: Rule | None,
         source: Tensor,
         fixed: dict[str, Any],

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require, shown, unknown
-from come.inputs import exact
+from come.model.inputs import at_least_float32
 from come.registry import Registry, parse
-from come.stacked import has_gradient
+from come.streams.vmap import has_gradient
 
 Evidence = Literal["exp", "exp-1", "relu", "softplus"]
 
@@ -309,7 +309,7 @@ class Invariant(Objective):
         """Log-beliefs and log-uncertainty, (..., K) -> (..., K + 1)."""
         masked = logits.isneginf()
         count = (~masked).sum(dim=-1, keepdim=True).clamp_min(1)
-        known = exact(logits).masked_fill(masked, 0)
+        known = at_least_float32(logits).masked_fill(masked, 0)
         centred = (known - known.sum(dim=-1, keepdim=True) / count).masked_fill(masked, -math.inf)
         z = _prepare(centred, self.freeze_norm, 2.0, 1.0)
         fixed = z.detach()
@@ -331,7 +331,7 @@ def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
     if not logits.is_floating_point():
         raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
     masked = logits.isneginf()
-    z = exact(logits).masked_fill(masked, 0)
+    z = at_least_float32(logits).masked_fill(masked, 0)
     if freeze_norm and has_gradient(z):  # it changes the gradient alone
         z = hold_norm(z, p)
     return (z if tau == 1 else z * tau).masked_fill(masked, MASKED)

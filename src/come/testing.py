@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from come.adapter import Adapter
 from come.errors import ClosedError, InputError, ModelError, unknown
-from come.inputs import Input, logits_of
 from come.method import Step
+from come.model.inputs import Input, logits_of
 from come.objectives import Objective
 
 MethodFactory = Callable[[nn.Module], Adapter]

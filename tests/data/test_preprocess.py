@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 import come
-from come import images
 from come.bench.data import Preprocess
+from come.images import normalization as images
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -45,11 +45,11 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as safetensors_bytes
 
 import come
-from come import saving
 from come.bench import Plan, RunFolder, cli, models
 from come.bench import run as run_plan
 from come.bench.cli.options import from_toml
 from come.bench.data import Preprocess, Stream, open_source
+from come.state import saving
 from come.testing import TinyClassifier
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import come
-from come.locks import _all as all_locks
+from come.model.locks import _all as all_locks
 from come.serve.service import Service
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
 

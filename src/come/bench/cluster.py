@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from come.bench.cell import Cell
-from come.bench.helpers import OFTEN, Others, Teller
+from come.bench.helpers import OFTEN, RemoteProgress, Teller
 from come.bench.machine import Jobs
 from come.bench.measure import UnfitError
 from come.bench.record import Failure
@@ -184,7 +184,7 @@ class _Slot:
     claim: ExitStack = field(default_factory=ExitStack)
 
 
-class Workers(Others):
+class Workers(RemoteProgress):
     """Workers on a cluster, and who runs what.
 
     Args:

@@ -37,7 +37,7 @@ from come.bench.paper import rank
 from come.bench.protocols import Outcome
 from come.bench.record import BYTES, Failure, Record, Rows, decoded, digest
 from come.errors import ComeError, StateError, printable
-from come.files import replacing, settle
+from come.state.files import replacing, settle
 from come.version import __version__
 
 FORMAT = "come-run-2"

@@ -31,7 +31,7 @@ OFTEN = 0.2
 """Seconds between two reports of progress."""
 
 
-class Others:
+class RemoteProgress:
     """Passes on what other processes say of their cells.
 
     Args:
@@ -66,7 +66,7 @@ class Others:
             raise said[0]
 
 
-class Helpers(Others):
+class Helpers(RemoteProgress):
     """Processes beside this one; each goes through all cells and runs those that nobody has run or is running.
 
     Args:

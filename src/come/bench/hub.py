@@ -16,8 +16,8 @@ from come.bench.checkpoints import first_line, head_size, put_weights, read_weig
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import hub_file
 from come.errors import ModelError, missing, shown
-from come.hub import explained
 from come.registry import parse
+from come.state.hub import explained
 
 WEIGHTS = tuple(f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
 INSTEAD = "give hf:FOLDER, a folder that save_pretrained wrote"

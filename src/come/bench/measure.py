@@ -19,9 +19,9 @@ from come.bench.record import COLUMNS, Record, Result, Rows
 from come.bench.settings import Episode
 from come.errors import ComeError, InputError
 from come.guard import Event
-from come.inputs import UNKNOWN, answered
 from come.method import Step
 from come.metrics import SCORES, brier, fpr, nll, summary
+from come.model.inputs import UNKNOWN, answered
 from come.objectives import Objective, Opinion, Softmax
 
 BLOCK = 2**21

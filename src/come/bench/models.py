@@ -22,7 +22,7 @@ from come.bench.factories import call_factory, is_factory
 from come.bench.hub import load_transformers
 from come.bench.record import digest
 from come.errors import ConfigError, ModelError, require, unknown
-from come.inputs import logits_of
+from come.model.inputs import logits_of
 from come.registry import parse
 
 __all__ = ["DESCRIPTIONS", "EMBEDDED", "NORMALIZATIONS", "Model", "Preprocess", "build_embedded", "fingerprint", "load"]

@@ -42,7 +42,7 @@ from come.errors import ComeError, ConfigError, InputError, ModelError, require,
 from come.fleet import Fleet
 from come.guard import Event, Guard
 from come.methods import get as get_method
-from come.running import StandIns
+from come.model.copies import ModelCopies
 
 SMALL = 5_000_000
 """Parameters of a model that leaves a core or a GPU idle now and then."""
@@ -268,7 +268,7 @@ class Bench:
         """`planned` are the cells of the plan, `cells` those of this shard."""
         self._made: _Made | None = None
         self._fleet: _Fleet | None = None
-        self._stand_ins: StandIns | None = None
+        self._stand_ins: ModelCopies | None = None
         self._apart: set[str] = set()
         """Methods, and keys of cells, that were found not to run as streams of a fleet."""
         self._source_images: Tensor | None = None
@@ -569,7 +569,7 @@ class Bench:
 
     def release(self) -> None:
         """Close the adapter."""
-        self._stand_ins = StandIns.of(self._model.module)  # what was compiled for it is for the next one, too
+        self._stand_ins = ModelCopies.of(self._model.module)  # what was compiled for it is for the next one, too
         if self._made is not None:
             self._made.adapter.close()
             self._made = None

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from come.bench.models import Model
 from come.errors import ModelError
-from come.heads import Head
-from come.inputs import logits_of
+from come.model.heads import Head
+from come.model.inputs import logits_of
 
 
 class Chosen(nn.Module):

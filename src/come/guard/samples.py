@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from come.inputs import Inputs, exact
-from come.stacked import stacking
+from come.model.inputs import Inputs, at_least_float32
+from come.streams.vmap import stacking
 
 UNUSUAL = 1000.0
 REMEMBERED = 9
@@ -80,7 +80,7 @@ def _looks(values: Tensor) -> bool:
 
 def _magnitude(value: Tensor, may_mask: bool) -> Tensor:
     """Largest entry of each sample by size, (B,); NaN where there is one; 0 for a mask, if it may be one."""
-    flat = exact(value)[:, None].flatten(1)
+    flat = at_least_float32(value)[:, None].flatten(1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
     low, high = flat.amin(dim=1), flat.amax(dim=1)  # on a CPU many times faster than aminmax

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.inputs import answered, exact
+from come.model.inputs import answered, at_least_float32
 from come.objectives import Objective
-from come.trees import changed
+from come.state.trees import replace
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance", "confidence")
 BANDED = SIGNALS[:-1]
@@ -65,10 +65,10 @@ def look(logits: Tensor, valid: Tensor, closely: bool) -> tuple[Tensor, Tensor]:
         closely: whether to look for probabilities, too.
     """
     usable = valid & answered(logits)
-    counts = torch.stack([~valid, valid & ~usable]).sum(dim=1).to(exact(logits).dtype)
+    counts = torch.stack([~valid, valid & ~usable]).sum(dim=1).to(at_least_float32(logits).dtype)
     if not closely:
         return usable, F.pad(counts, (0, 1))
-    z = exact(logits)
+    z = at_least_float32(logits)
     probabilities = (z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all()
     return usable, torch.cat([counts, probabilities.to(counts)[None]])
 
@@ -83,7 +83,7 @@ def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tenso
         weights: (P,) adapted.
         source: (P,) of the source.
     """
-    z = exact(logits)
+    z = at_least_float32(logits)
     count = usable.sum().clamp_min(1)
     mass = objective.log_mass(z)  # once for entropy and u
     chances = mass.exp()
@@ -130,7 +130,7 @@ class Bands:
     def learned(self, row: tuple[float, ...]) -> Bands:
         """With one more row of signals, which is learned from until enough have been seen."""
         rows = self.rows if self.ready else (*self.rows, row)
-        return changed(self, rows=rows, seen=self.seen + 1)
+        return replace(self, rows=rows, seen=self.seen + 1)
 
     def limits(self) -> dict[str, float]:
         """How far each signal may go."""

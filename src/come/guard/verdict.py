@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from come.guard.signals import votes
-from come.inputs import answered, exact
+from come.model.inputs import answered, at_least_float32
 
 LIMIT, CLOSE, TRIAL = 0.5, 0.95, 0.9
 """Agreement below which a model has collapsed; below which it has if it names fewer classes, too; from which a method without
@@ -126,7 +126,7 @@ def renewed(sums: Tensor) -> Tensor:
 def _believed(judge: Tensor, labels_of: Tensor, usable: Tensor) -> Tensor:
     """Sum of the judge's probabilities of the other's labels; non-finite answers count as zero."""
     counts = usable & answered(judge) & answered(labels_of)
-    q = exact(judge.nan_to_num(0)).softmax(dim=1).gather(1, labels_of.argmax(dim=1, keepdim=True))
+    q = at_least_float32(judge.nan_to_num(0)).softmax(dim=1).gather(1, labels_of.argmax(dim=1, keepdim=True))
     return torch.where(counts, q.squeeze(1), 0).double().sum()
 
 

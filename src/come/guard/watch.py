@@ -19,7 +19,7 @@ from come.guard.config import Event, Guard
 from come.guard.samples import REMEMBERED, no_history
 from come.guard.signals import SIGNALS, Bands
 from come.guard.verdict import CLOSE, LIMIT, LOSS, SURE, TRIAL, Verdict, collapsed, narrow, renewed, surer
-from come.trees import changed
+from come.state.trees import replace
 
 LAG = 2
 """After so many steps the signals of a step are read."""
@@ -120,11 +120,11 @@ class Watch:
     def anew(self, guard: Guard, chooses: bool) -> Watch:
         """After a reset by the user: everything learned anew. Counters stay, and what is under way is still reported."""
         new = Watch.new(guard, self.history.device, chooses)
-        return changed(new, steps=self.steps, counters=self.counters, pending=self._past())
+        return replace(new, steps=self.steps, counters=self.counters, pending=self._past())
 
     def forgotten(self, guard: Guard) -> Watch:
         """After a reset by the method itself: what is usual is learned anew; what is known of the stream stays."""
-        return changed(self, bands=Bands(guard.warmup), outside=0)
+        return replace(self, bands=Bands(guard.warmup), outside=0)
 
     def _past(self) -> tuple[Sent, ...]:
         """What is under way, as of a time before a reset."""
@@ -148,7 +148,7 @@ class Watch:
         for event in events:
             many = event.details.get("samples", 1) if event.kind in _MANY else 1
             counters[event.kind] = counters.get(event.kind, 0) + int(many)
-        return changed(self, counters=counters)
+        return replace(self, counters=counters)
 
     # ---- when the source is asked ----
 
@@ -156,17 +156,17 @@ class Watch:
         """As a step begins: with a question to the source, if it is due."""
         if self.asking or self.frozen or self.age < self.due:
             return self
-        return changed(self, asking=True, asked=0, sums=None if self.sums is None else renewed(self.sums))
+        return replace(self, asking=True, asked=0, sums=None if self.sums is None else renewed(self.sums))
 
     def stepped(self, guard: Guard, sent: Sent, history: Tensor, sums: Tensor | None, chooses: bool) -> Watch:
         """After a step whose signals are on their way; `sums` are those of the question that it was a part of, if any."""
-        watch = changed(self, history=history, steps=self.steps + 1, age=self.age + sent.batch)
+        watch = replace(self, history=history, steps=self.steps + 1, age=self.age + sent.batch)
         if sums is None:
-            return changed(watch, pending=(*self.pending, sent))
+            return replace(watch, pending=(*self.pending, sent))
         asked = self.asked + sent.batch
         ended = asked >= guard.samples
-        watch = changed(watch, pending=(*self.pending, sent._replace(asked=ended)), sums=sums, asked=asked)
-        return changed(watch, asking=False, due=watch._next(0.0, chooses)) if ended else watch
+        watch = replace(watch, pending=(*self.pending, sent._replace(asked=ended)), sums=sums, asked=asked)
+        return replace(watch, asking=False, due=watch._next(0.0, chooses)) if ended else watch
 
     def _next(self, moved: float, chooses: bool) -> int:
         """The age for the next question, if the answers have moved so much until now."""
@@ -195,14 +195,14 @@ class Watch:
                 sent.arrived.synchronize()
             ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
             events += _reports(sent, ok, invalid, unanswered, probabilities, self.counters)
-            watch = changed(watch, pending=tuple(left))
+            watch = replace(watch, pending=tuple(left))
             if sent.past or fallen is not None:
                 continue
             signals, valid = tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered
             watch, seen = watch._judged(guard, sent, signals, valid, chooses)
             events += seen
             if unanswered and not (watch.asking or watch.waiting or watch.frozen):
-                watch = changed(watch, due=watch.age)
+                watch = replace(watch, due=watch.age)
             if sent.asked:
                 watch, seen, fallen = watch._answered(guard, sent, Verdict(*rest[len(SIGNALS) :]), chooses)
                 events += seen
@@ -213,42 +213,42 @@ class Watch:
     ) -> tuple[Watch, list[Event]]:
         """Gather signals until they make a window, and compare it with what is usual."""
         if not (valid > 0 and math.isfinite(sum(signals))):
-            return changed(self, latest=signals), []
+            return replace(self, latest=signals), []
         row = tuple([a + valid * b for a, b in zip(self.row, signals, strict=True)])
         size, total = self.row_size + sent.batch, self.row_valid + valid
         if size < WINDOW:
-            return changed(self, latest=signals, row=row, row_size=size, row_valid=total), []
+            return replace(self, latest=signals, row=row, row_size=size, row_valid=total), []
         row = tuple(value / total for value in row)
-        watch = changed(self, latest=signals, row=(0.0,) * len(SIGNALS), row_size=0, row_valid=0.0)
+        watch = replace(self, latest=signals, row=(0.0,) * len(SIGNALS), row_size=0, row_valid=0.0)
         if watch.asking or watch.waiting or watch.frozen:
             return watch, []
         confidence = row[SIGNALS.index("confidence")]
         if chooses and watch.level >= 0 and abs(confidence - watch.level) > CHANGED:
-            watch = changed(watch, age=0, due=0, sums=None, level=-1.0)  # the evidence so far is of another stream
+            watch = replace(watch, age=0, due=0, sums=None, level=-1.0)  # the evidence so far is of another stream
         else:
             level = confidence if watch.level < 0 else watch.level + FOLLOWED * (confidence - watch.level)
-            watch = changed(watch, level=level)
+            watch = replace(watch, level=level)
         outside = watch.bands.outside(row) if watch.bands.ready else {}
-        watch = changed(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
+        watch = replace(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
         if watch.outside != guard.patience:
             return watch, []
         found = dict(zip(SIGNALS, row, strict=True))
         words = ", ".join(f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items())
         message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
         event = Event("suspicious", sent.step, message, {name: found[name] for name in outside})
-        return changed(watch, due=watch.age), [event]
+        return replace(watch, due=watch.age), [event]
 
     def _answered(
         self, guard: Guard, sent: Sent, found: Verdict, chooses: bool
     ) -> tuple[Watch, list[Event], Event | None]:
         """A question has been answered."""
-        suspicious, watch = self.outside > 0, changed(self, outside=0)
+        suspicious, watch = self.outside > 0, replace(self, outside=0)
         if not found.samples:
             message = (
                 "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
             )
             return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
-        watch = changed(watch, agreement=found.agreement)
+        watch = replace(watch, agreement=found.agreement)
         details: dict[str, float | str] = dict(found._asdict())
         checked = f"{found.samples:.0f} samples checked"
         if chooses and bool(surer(found, watch.trusted)) != watch.trusted:
@@ -264,10 +264,10 @@ class Watch:
             return watch._tried(sent, found)
         if bool(collapsed(found)):
             event = Event("collapse", sent.step, f"collapse: {_why(found)}, {checked}", details)
-            return changed(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch, [event], event
+            return replace(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch, [event], event
         if suspicious:
-            watch = changed(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
-        watch = changed(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
+            watch = replace(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
+        watch = replace(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
         message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
         return watch, [Event("healthy", sent.step, message, details)], None
 
@@ -277,24 +277,24 @@ class Watch:
             return self, [], None
         message = f"tried on {found.samples:.0f} samples: agreement {found.agreement:.2f}; the method answers again"
         event = Event("raised", sent.step, message, {"agreement": found.agreement})
-        return changed(self, trusted=True), [event], None
+        return replace(self, trusted=True), [event], None
 
     # ---- what is done ----
 
     def recovered(self, guard: Guard, cause: Event, weightless: bool = False) -> tuple[Watch, list[Event]]:
         """After a collapse, or with other statistics: the new watch, and what is to be said."""
-        base = changed(self, age=0, due=0, outside=0, asking=False, asked=0, level=-1.0, pending=self._past())
+        base = replace(self, age=0, due=0, outside=0, asking=False, asked=0, level=-1.0, pending=self._past())
         if cause.kind == "statistics":
-            return changed(base, trusted=not self.trusted), []
+            return replace(base, trusted=not self.trusted), []
         if guard.policy == "freeze":
             event = Event("frozen", cause.step, "the source model answers from now on; reset() ends it", {})
-            return changed(base, frozen=True), [event]
+            return replace(base, frozen=True), [event]
         if weightless:
             message = "the source model answers until a trial finds the method well"
-            return changed(base, trusted=False), [Event("recovered", cause.step, message, {})]
+            return replace(base, trusted=False), [Event("recovered", cause.step, message, {})]
         scale = self.scale * min(guard.backoff, max(1, self.age / WINDOW) / HORIZON)
         message = f"source weights restored, learning rate x {scale:g} until reset()"
-        return changed(base, scale=scale), [Event("recovered", cause.step, message, {"lr_scale": scale})]
+        return replace(base, scale=scale), [Event("recovered", cause.step, message, {"lr_scale": scale})]
 
     # ---- what it says ----
 
@@ -378,12 +378,12 @@ class Watch:
         for sent in self.pending:
             if sent.arrived is not None:
                 sent.arrived.synchronize()
-        return changed(self, pending=tuple(sent._replace(arrived=None) for sent in self.pending))
+        return replace(self, pending=tuple(sent._replace(arrived=None) for sent in self.pending))
 
     def to(self, device: torch.device) -> Watch:
         """With all tensors on that device."""
         sums = None if self.sums is None else self.sums.to(device)
-        return changed(self, history=self.history.to(device), sums=sums)
+        return replace(self, history=self.history.to(device), sums=sums)
 
 
 _MANY = {"invalid_samples", "unanswered"}

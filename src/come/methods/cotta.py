@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from come.augment import Augment, jitter
-from come.batchnorm import by_group
 from come.errors import require, require_int
-from come.images import MeanStd, Normalization
-from come.inputs import Inputs, exact
+from come.images.augment import Augment, jitter
+from come.images.normalization import MeanStd, Normalization
 from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
+from come.model.batchnorm import by_group
+from come.model.inputs import Inputs, at_least_float32
 from come.select import Selector, layers
 
 Restore = Callable[[str, Tensor, int], Tensor]
@@ -50,7 +50,7 @@ class CoTTA(Method):
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         confident: p_th, from this mean confidence of the source model on no views are needed, in [0, 1].
         views: how many random views the teacher sees otherwise; 0 never augments.
-        augment: what makes a view, (images (V, B, C, H, W) in [0, 1], generator) -> images; None is `come.augment.jitter()`.
+        augment: makes a view, (images (V, B, C, H, W) in [0, 1], generator) -> images; None is `come.images.augment.jitter()`.
         alpha: how much of the teacher is kept at each step, in [0, 1].
         restore: share of the entries that are put back to the source after each step, or a function that gives the mask.
         chunk: views are handed to the teacher at most so many images at a time.
@@ -118,7 +118,7 @@ class CoTTA(Method):
 
     def _target(self, ctx: Context, x: Inputs) -> Tensor:
         if self.views:
-            anchor = exact(ctx.forward(x, ctx.source))
+            anchor = at_least_float32(ctx.forward(x, ctx.source))
             # Whether 32 forwards are needed has to be known here, so this waits for the device.
             if not bool(anchor.softmax(dim=1).amax(dim=1).mean() >= self.confident):
                 return self._over_views(ctx, x)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.batchnorm import by_selection
 from come.errors import InputError, require, require_int
-from come.inputs import Inputs, exact
 from come.method import Context, Method, Step, masked_mean, register
+from come.model.batchnorm import by_selection
+from come.model.inputs import Inputs, at_least_float32
 from come.select import Selector, norm_affine
 
 Shuffle = Callable[[Tensor, torch.Generator], Tensor]
@@ -110,7 +110,9 @@ class DeYO(Method):
         b, c, h, w = images.shape
         n = self.patches
         size = (h // n * n, w // n * n)
-        even = images if size == (h, w) else F.interpolate(exact(images), size, mode="bilinear", antialias=True)
+        even = (
+            images if size == (h, w) else F.interpolate(at_least_float32(images), size, mode="bilinear", antialias=True)
+        )
         grid = even.view(b, c, n, size[0] // n, n, size[1] // n).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
         order = torch.rand(b, n * n, generator=generator, device=images.device).argsort(dim=1)
         grid = torch.unflatten(grid.gather(1, order.view(b, -1, 1, 1, 1).expand_as(grid)), 1, (n, n))
@@ -119,4 +121,4 @@ class DeYO(Method):
 
 
 def _probability(logits: Tensor, label: Tensor) -> Tensor:
-    return exact(logits).softmax(dim=1).gather(1, label)
+    return at_least_float32(logits).softmax(dim=1).gather(1, label)

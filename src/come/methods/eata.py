@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
-from come.inputs import Input, Inputs, exact
 from come.method import Context, Method, Step, masked_mean, register
+from come.model.inputs import Input, Inputs, at_least_float32
 
 
 @register
@@ -80,7 +80,7 @@ class EATA(Method):
         logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
-        probability = exact(logits.detach()).softmax(dim=1)
+        probability = at_least_float32(logits.detach()).softmax(dim=1)
         average, averaged = ctx.state["average"], ctx.state["averaged"]
 
         redundant = averaged & (F.cosine_similarity(average[None], probability).abs() >= self.redundancy)
@@ -115,7 +115,7 @@ class EATA(Method):
                     f"the model cannot take a source batch ({error}); source batches are handed to it as they are: if your "
                     "loader gives (images, labels), pass source=(x for x, _ in loader)"
                 ) from error
-            loss = F.cross_entropy(exact(logits), logits.argmax(dim=1))
+            loss = F.cross_entropy(at_least_float32(logits), logits.argmax(dim=1))
             total += ctx.gradient(loss).square()
             batches += 1
         if not batches:

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from come.errors import ConfigError, InputError, ModelError, pip_install, require, require_int
-from come.heads import Head
-from come.inputs import Input, Inputs
 from come.method import Context, Method, Step, register
+from come.model.heads import Head
+from come.model.inputs import Input, Inputs
 from come.select import Selector, blocks, norms, nothing
 
 

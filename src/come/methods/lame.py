@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import InputError, require, require_int
-from come.heads import Head
-from come.inputs import Inputs, exact
 from come.method import Context, Method, Step, masked_mean, register
+from come.model.heads import Head
+from come.model.inputs import Inputs, at_least_float32
 from come.select import Selector, nothing
 
 Affinity = Literal["knn", "rbf", "linear"]
@@ -98,8 +98,8 @@ class LAME(Method):
         """Predict, then let neighbours agree."""
         self.check(ctx, x, False)
         features, logits = ctx.features(x)
-        w = self._affinities(F.normalize(exact(features), dim=1), ctx.valid)
-        return self._assign(exact(logits).softmax(dim=1), w)
+        w = self._affinities(F.normalize(at_least_float32(features), dim=1), ctx.valid)
+        return self._assign(at_least_float32(logits).softmax(dim=1), w)
 
     @torch.no_grad()
     def adapt(self, ctx: Context, x: Inputs) -> Step:

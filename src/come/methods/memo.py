@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from come.augment import Augment, augmix
-from come.batchnorm import Statistics, batch_statistics, following
 from come.errors import require, require_int
-from come.images import MeanStd, Normalization
-from come.inputs import Inputs
+from come.images.augment import Augment, augmix
+from come.images.normalization import MeanStd, Normalization
 from come.method import Context, Method, Step, converted, register
+from come.model.batchnorm import Statistics, batch_statistics, following
+from come.model.inputs import Inputs
 from come.optim import OptimizerFactory, adam, sgd
 from come.select import Selector, everything
 
@@ -48,7 +48,7 @@ class MEMO(Method):
     Args:
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         views: views of each image, at least 2.
-        augment: what makes a view, (images (V, B, C, H, W) in [0, 1], generator) -> images; None is `come.augment.augmix()`.
+        augment: makes a view, (images (V, B, C, H, W) in [0, 1], generator) -> images; None is `come.images.augment.augmix()`.
         prior: how many images BatchNorm's source statistics count for, at least 0; None uses them alone.
         quirks: carry the optimizer's moments from image to image, as the published code does.
         seed: of the views.

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from torch.nn import functional as F
 
 from come.errors import require
-from come.inputs import Inputs, exact
 from come.method import Context, Method, Step, masked_mean, register
+from come.model.inputs import Inputs, at_least_float32
 
 
 @register
@@ -53,7 +53,7 @@ class PL(Method):
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, then one step down the cross-entropy towards the confident predictions."""
         logits = ctx.forward(x)
-        log_p = exact(logits).log_softmax(dim=1)
+        log_p = at_least_float32(logits).log_softmax(dim=1)
         used = ctx.valid & (log_p.detach().exp().amax(dim=1) > self.threshold)
         loss = F.nll_loss(log_p, log_p.argmax(dim=1), reduction="none")
         ctx.descend(masked_mean(loss, used), go=used.any())

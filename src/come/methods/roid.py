@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from come.augment import Augment, jitter
 from come.errors import require
-from come.images import MeanStd, Normalization
-from come.inputs import Inputs, exact
+from come.images.augment import Augment, jitter
+from come.images.normalization import MeanStd, Normalization
 from come.method import Context, Method, Step, converted, leaf, masked_mean, register
+from come.model.inputs import Inputs, at_least_float32
 
 
 @register
@@ -44,7 +44,7 @@ class ROID(Method):
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         consistency: also ask for the same answer on a view of each image.
         augment: what makes the view, (images (1, B, C, H, W) in [0, 1], generator) -> images; None is a soft
-            `come.augment.jitter`.
+            `come.images.augment.jitter`.
         momentum: how much of the adapted weights is kept at each step, in [0, 1].
         average: how much of the average of probabilities is kept at each step, in [0, 1].
         temperature: T of the weights, > 0.
@@ -97,7 +97,7 @@ class ROID(Method):
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, weigh, one step, and a little way back to the source."""
         logits = ctx.forward(x)
-        probability = exact(logits.detach()).softmax(dim=1)
+        probability = at_least_float32(logits.detach()).softmax(dim=1)
         weight = self._weight(ctx, probability, self.objective.entropy(logits.detach()))
         mass = self.objective.log_mass(logits)
         loss = soft_likelihood_ratio(mass)
@@ -122,7 +122,7 @@ class ROID(Method):
     def _corrected(self, logits: Tensor) -> Tensor:
         if not self.prior_correction:
             return logits
-        log_p = exact(logits).log_softmax(dim=1)
+        log_p = at_least_float32(logits).log_softmax(dim=1)
         prior = log_p.exp().mean(dim=0)
         batch, classes = log_p.shape
         smooth = max(1 / batch, 1 / classes) / prior.max()

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from come.augment import Augment, jitter
-from come.batchnorm import Layer, batch_statistics, following
 from come.errors import InputError, require, require_int
-from come.images import MeanStd, Normalization, same_size
-from come.inputs import Inputs
+from come.images.augment import Augment, jitter
+from come.images.normalization import MeanStd, Normalization, same_size
 from come.method import Context, Frozen, Method, Step, converted, register
+from come.model.batchnorm import Layer, batch_statistics, following
+from come.model.inputs import Inputs
 from come.objectives import Softmax
 from come.optim import OptimizerFactory, adam, sgd
 
@@ -54,7 +54,7 @@ class RoTTA(Method):
         age_weight: how much age counts against a sample, >= 0.
         doubt_weight: how much entropy counts against a sample, >= 0.
         augment: what makes the student's view, (images (1, B, C, H, W) in [0, 1], generator) -> images; None is
-            `come.augment.jitter()`.
+            `come.images.augment.jitter()`.
         seed: of the views.
 
     Example:

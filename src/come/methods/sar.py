@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from come.errors import require
-from come.inputs import Inputs
 from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.model.inputs import Inputs
 from come.select import Selector, norm_affine
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from come.inputs import Inputs
 from come.method import Context, Method, Step, register
+from come.model.inputs import Inputs
 from come.select import Selector, nothing
 
 

@@ -49,8 +49,8 @@ from torch import Tensor
 
 from come import objectives
 from come.errors import ModelError, require, require_int
-from come.inputs import Inputs, exact
 from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
+from come.model.inputs import Inputs, at_least_float32
 from come.objectives import Objective, Softmax
 
 TINY = 1e-6
@@ -125,7 +125,7 @@ class Steady(Method):
         entropy = -(mass.exp() * mass).sum(dim=1)
         count, classes = ctx.valid.sum(), logits.shape[1]
         some, part = count > 0, count / WINDOW
-        answer, later = self._corrected(ctx, exact(logits.detach()))
+        answer, later = self._corrected(ctx, at_least_float32(logits.detach()))
 
         beliefs = mass.exp()[:, :classes]
         beliefs = beliefs + (1 - beliefs.sum(dim=1, keepdim=True)) / classes
@@ -145,7 +145,7 @@ class Steady(Method):
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """The corrected answer."""
         logits = ctx.forward(x)
-        return self._corrected(ctx, exact(logits))[0].to(logits.dtype)
+        return self._corrected(ctx, at_least_float32(logits))[0].to(logits.dtype)
 
     def frozen(self, ctx: Context) -> Frozen:
         """The weights, if nothing corrects their answers."""

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import require_int
-from come.heads import Head
-from come.inputs import Inputs, exact
 from come.method import Context, Frozen, Method, Step, register
+from come.model.heads import Head
+from come.model.inputs import Inputs, at_least_float32
 from come.objectives import Softmax
 from come.select import Selector, nothing
 
@@ -76,7 +76,7 @@ class T3A(Method):
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """The rows of the classifier as the first supports."""
         linear: nn.Linear = ctx.fixed["head"].linear
-        rows = exact(linear.weight.detach())
+        rows = at_least_float32(linear.weight.detach())
         classes, width = rows.shape
         if self.supports is None:
             empty = {"sum": rows.new_zeros(classes, width)}
@@ -85,7 +85,7 @@ class T3A(Method):
                 "support": rows.new_zeros(classes, self.supports, width),
                 "entropy": torch.full((classes, self.supports), EMPTY, device=rows.device),
             }
-        logits = F.linear(rows, rows, None if linear.bias is None else exact(linear.bias.detach()))
+        logits = F.linear(rows, rows, None if linear.bias is None else at_least_float32(linear.bias.detach()))
         return self._with(empty, rows, logits, torch.ones_like(rows[:, 0], dtype=torch.bool))
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
@@ -106,7 +106,7 @@ class T3A(Method):
         return Step(self._classified(ctx, features).to(logits))
 
     def _classified(self, ctx: Context, features: Tensor) -> Tensor:
-        return exact(features) @ self._prototypes(ctx.state).to(exact(features)).T
+        return at_least_float32(features) @ self._prototypes(ctx.state).to(at_least_float32(features)).T
 
     def _prototypes(self, state: dict[str, Tensor]) -> Tensor:
         total = state["sum"] if self.supports is None else F.normalize(state["support"], dim=2).sum(dim=1)
@@ -117,7 +117,7 @@ class T3A(Method):
         label, entropy = logits.argmax(dim=1), Softmax().entropy(logits)
         if self.supports is None:
             total = state["sum"]
-            new = torch.where(valid[:, None], F.normalize(exact(features), dim=1), 0)
+            new = torch.where(valid[:, None], F.normalize(at_least_float32(features), dim=1), 0)
             return {"sum": total.index_add(0, label, new.to(total))}
         old, old_entropy = state["support"], state["entropy"]
         classes, size = old_entropy.shape

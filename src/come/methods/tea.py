@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from come.errors import ConfigError, require, require_int
-from come.images import MeanStd, Normalization, same_size
-from come.inputs import Inputs, exact
+from come.images.normalization import MeanStd, Normalization, same_size
 from come.method import Context, Method, Step, converted, masked_mean, register
+from come.model.inputs import Inputs, at_least_float32
 
 Draw = Callable[[int, int, Tensor], Tensor]
 """(number of the batch, number of the SGLD step, a tensor like the result) -> random numbers."""
@@ -155,4 +155,4 @@ def energy(logits: Tensor) -> Tensor:
         >>> energy(torch.zeros(1, 4))  # -ln 4
         tensor([-1.3863])
     """
-    return -exact(logits).logsumexp(dim=1)
+    return -at_least_float32(logits).logsumexp(dim=1)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from come.errors import require
-from come.inputs import Inputs
 from come.method import Context, Method, Step, masked_mean, register
+from come.model.inputs import Inputs
 
 
 @register

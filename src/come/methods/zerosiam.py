@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import require
-from come.heads import Head
-from come.inputs import Inputs, exact
 from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.model.heads import Head
+from come.model.inputs import Inputs, at_least_float32
 
 
 @register
@@ -95,7 +95,12 @@ class ZeroSiam(Method):
     def _loss(self, ctx: Context, features: Tensor, predictor: Tensor, target: Tensor) -> Tensor:
         """Entropy of the online mass and its symmetric divergence from the target, (B,)."""
         linear: nn.Linear = ctx.fixed["head"].linear
-        weight, bias = exact(linear.weight.detach()), None if linear.bias is None else exact(linear.bias.detach())
-        online = self.objective.log_mass(F.linear(F.linear(exact(features), predictor.to(weight)), weight, bias))
+        weight, bias = (
+            at_least_float32(linear.weight.detach()),
+            None if linear.bias is None else at_least_float32(linear.bias.detach()),
+        )
+        online = self.objective.log_mass(
+            F.linear(F.linear(at_least_float32(features), predictor.to(weight)), weight, bias)
+        )
         entropy = -(online.exp() * online).sum(dim=1)
         return entropy + ((target.exp() - online.exp()) * (target - online)).sum(dim=1)

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from come.abstain import Promise, labelled
 from come.errors import ConfigError, InputError, require, require_int, require_number, shown
 from come.fleet import Fleet
-from come.inputs import answered
 from come.method import Step
 from come.methods import DEFAULT
+from come.model.inputs import answered
 from come.serve.errors import RequestError, check_name
 from come.serve.metrics import Counts, Metric, Metrics
 from come.serve.modes import Mode

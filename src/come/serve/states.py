@@ -15,9 +15,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from come import saving
 from come.errors import ConfigError, StateError, require_int
-from come.files import replacing, settle
+from come.state import saving
+from come.state.files import replacing, settle
 
 INDEX, FORMAT = "serve.json", "come-serve-1"
 SUFFIX = ".safetensors"

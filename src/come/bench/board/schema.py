@@ -18,7 +18,7 @@ from come.bench.data.reading import read_regular, reason
 from come.bench.protocols import Sha256
 from come.bench.record import Amount
 from come.errors import ComeError, ConfigError, InputError, shown
-from come.files import replacing, unwritable
+from come.state.files import replacing, unwritable
 from come.version import __version__
 
 FORMAT: Literal["come-result-1"] = "come-result-1"

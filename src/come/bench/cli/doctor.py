@@ -39,7 +39,7 @@ from come.bench.data.source import Loaded
 from come.bench.data.store import room
 from come.bench.downloads import no_answer
 from come.errors import pip_install
-from come.running import Precision
+from come.model.copies import Precision
 
 EXTRAS = {
     "bench": "come bench, report, compare, reproduce",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import require_int, unknown
-from come.images import Normalization
+from come.images.normalization import Normalization
 
 INTERPOLATIONS = {method.name.lower(): method for method in Image.Resampling}
 MAX_ASPECT = 16

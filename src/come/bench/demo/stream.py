@@ -20,7 +20,7 @@ from come.bench.data.embedded import KNOWN, clean_source
 from come.bench.measure import Table
 from come.bench.record import Rows
 from come.errors import require, unknown
-from come.images import Normalization
+from come.images.normalization import Normalization
 from come.metrics import accuracy
 
 CLEAN = "none"

@@ -19,7 +19,7 @@ from come.bench.report.reading import KINDS, Reading, read
 from come.bench.report.svg import inline
 from come.bench.report.tables import cut
 from come.errors import StateError, unknown
-from come.files import replacing
+from come.state.files import replacing
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -17,7 +17,7 @@ from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.tables import results_table, scores_note
 from come.bench.statistics import Judged, called
 from come.errors import StateError
-from come.files import replacing
+from come.state.files import replacing
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from come.batchnorm import StatisticsRule, mixed
-from come.borrowed import Borrowed
 from come.guard.config import Guard
 from come.guard.samples import judge
 from come.guard.signals import observe
 from come.guard.verdict import Verdict, collapsed, compare, judged, surer
-from come.inputs import UNKNOWN, Inputs, answered
 from come.method import Context, Method, Step, Written, chosen
+from come.model.batchnorm import StatisticsRule, mixed
+from come.model.functional import FunctionalModel
+from come.model.inputs import UNKNOWN, Inputs, answered
 from come.optim import Moments, Rule
 from come.seeds import derived_seed
 
@@ -27,7 +27,7 @@ PRIOR = 16
 """As many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
 
 
-class How(NamedTuple):
+class StepFlags(NamedTuple):
     """What the host has decided before a step."""
 
     asking: bool = False
@@ -44,7 +44,7 @@ class How(NamedTuple):
     """Whether few samples drove the last update, see `Context.again`."""
 
 
-class Before(NamedTuple):
+class StepInput(NamedTuple):
     """What a step begins with."""
 
     weights: Tensor
@@ -62,7 +62,7 @@ class Before(NamedTuple):
     """0-d: hyperparameters of this stream, of those in `Method.by_stream`."""
 
 
-class After(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step ends with."""
 
     weights: Tensor
@@ -87,7 +87,7 @@ class Transition:
         rule: the optimizer, or None if nothing descends.
     """
 
-    def __init__(self, method: Method, guard: Guard | None, model: Borrowed, rule: Rule | None) -> None:
+    def __init__(self, method: Method, guard: Guard | None, model: FunctionalModel, rule: Rule | None) -> None:
         self.method, self.guard, self.model, self.rule = method, guard, model, rule
         self.source = model.source()
         """(P,): the adapted parameters of the source model."""
@@ -97,7 +97,7 @@ class Transition:
         self.written: list[Written] = []
         """What the step under way has overwritten in place."""
 
-    def __call__(self, how: How, before: Before, x: Inputs, count: int | None) -> After:
+    def __call__(self, how: StepFlags, before: StepInput, x: Inputs, count: int | None) -> StepOutput:
         """The step; `count` is None where it must not matter."""
         ctx, x, history = self._judged(how, before, x, count)
         if count is not None:
@@ -114,10 +114,10 @@ class Transition:
             ctx.keep_where(keep)
             state = chosen(keep, ctx.state, before.state or {})
         detached = Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
-        return After(weights, moments, state, detached, history, sums, values, ctx.selected)
+        return StepOutput(weights, moments, state, detached, history, sums, values, ctx.selected)
 
     @torch.no_grad()
-    def answered(self, how: How, before: Before, x: Inputs, count: int | None) -> Step:
+    def answered(self, how: StepFlags, before: StepInput, x: Inputs, count: int | None) -> Step:
         """Logits and which samples could be answered, without adapting; `count` is None where it must not matter."""
         ctx, x, _ = self._judged(how, before, x, count)
         self._remembering(before, ctx, x)
@@ -127,7 +127,9 @@ class Transition:
         valid = ctx.valid & answered(logits)
         return Step(cleaned(logits, valid, None, None, ctx.ok)[0], valid=valid)
 
-    def _judged(self, how: How, before: Before, x: Inputs, count: int | None) -> tuple[Context, Inputs, Tensor | None]:
+    def _judged(
+        self, how: StepFlags, before: StepInput, x: Inputs, count: int | None
+    ) -> tuple[Context, Inputs, Tensor | None]:
         """What every call of a method begins with: the context, the batch without invalid samples, and the new history."""
         history = before.history
         if self.guard is not None and history is not None:
@@ -137,14 +139,14 @@ class Transition:
             valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
         return self.context(how, before, valid, count), x, history
 
-    def _remembering(self, before: Before, ctx: Context, x: Inputs) -> Before:
+    def _remembering(self, before: StepInput, ctx: Context, x: Inputs) -> StepInput:
         """With a memory, also in the context; the first batch makes one."""
         if before.state is None:
             before = before._replace(state=self.method.initial_state(ctx, x))
             ctx.state = dict(before.state or {})
         return before
 
-    def context(self, how: How, before: Before, valid: Tensor, count: int | None) -> Context:
+    def context(self, how: StepFlags, before: StepInput, valid: Tensor, count: int | None) -> Context:
         """What the method works with."""
         return Context(
             self.model,
@@ -181,7 +183,7 @@ class Transition:
         return out
 
     def _guarded(
-        self, guard: Guard, how: How, before: Before, ctx: Context, x: Inputs
+        self, guard: Guard, how: StepFlags, before: StepInput, ctx: Context, x: Inputs
     ) -> tuple[Step, Tensor | None, Tensor]:
         """A step with its signals; where the source is asked and finds a collapse, it answers."""
         source: Tensor | None = None
@@ -208,7 +210,7 @@ class Transition:
             return Step(logits, loss, used, usable), sums, torch.cat(values) if len(values) > 1 else seen
 
     def _ask(
-        self, guard: Guard, how: How, before: Before, ctx: Context, x: Inputs, answers: Tensor, source: Tensor
+        self, guard: Guard, how: StepFlags, before: StepInput, ctx: Context, x: Inputs, answers: Tensor, source: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What the question has found so far, and the logits to return: of whichever is to be trusted."""
         same, batch = source, None

@@ -1,8 +1,8 @@
 """A model that many streams share: each sample under the norm parameters and BatchNorm statistics of its own stream.
 
-Norm layers of a copy of the model's structure (`come.running.StandIn`) are exchanged for ones that know of streams. Plain
-LayerNorm, GroupNorm and BatchNorm become a `Norm`. Others run their own code, inside of which torch's norm functions, and
-products and sums with a parameter, are those of this file: an `Other`.
+Norm layers of a copy of the model's structure (`come.model.copies.ModelCopy`) are exchanged for ones that know of streams.
+Plain LayerNorm, GroupNorm and BatchNorm become a `Norm`. Others run their own code, inside of which torch's norm functions, and
+products and sums with a parameter, are those of this file: an `OtherNorm`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from come.batchnorm import Statistics, by_selection, mixed
 from come.errors import ConfigError
-from come.inputs import exact
+from come.model.batchnorm import Statistics, by_selection, mixed
+from come.model.inputs import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.batchnorm`."""
+    """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.model.batchnorm`."""
     rule, n, b, c = block.statistics, block.streams, block.each(input), input.shape[1]
     x = input.reshape(n, b, c, -1)
     one = b * x.shape[3] == 1
@@ -179,7 +179,11 @@ def batch_norm(
     if isinstance(rule, by_selection):
         with torch.no_grad():
             mean, var = _toward_source(*rule.by_stream(x), running_mean, running_var, rule.share)
-        y = ((exact(x) - _channels(mean)) * _channels((var + eps).rsqrt())).to(input.dtype).reshape(input.shape)
+        y = (
+            ((at_least_float32(x) - _channels(mean)) * _channels((var + eps).rsqrt()))
+            .to(input.dtype)
+            .reshape(input.shape)
+        )
         return _by_channel(block, y, weight, bias)
     if rule != "batch" and not isinstance(rule, mixed):
         raise ConfigError(f"a fleet cannot use the BatchNorm statistics {rule!r}; use one adapter for each stream")
@@ -188,7 +192,7 @@ def batch_norm(
     if rule == "batch" or running_mean is None or running_var is None:
         return _by_channel(block, z.reshape(input.shape), weight, bias)
     with torch.no_grad():
-        own_var, own_mean = torch.var_mean(exact(x), dim=(1, 3), correction=0)
+        own_var, own_mean = torch.var_mean(at_least_float32(x), dim=(1, 3), correction=0)
         mean, var = _toward_source(own_mean, own_var, running_mean, running_var, rule.share)
         width = (var + eps).rsqrt()
         scale, shift = (own_var + eps).sqrt() * width, (own_mean - mean) * width
@@ -238,7 +242,7 @@ class Norm(nn.Module):
         return torch.cat([self._normalize(block, part, of(weight, i), of(bias, i)) for i, (block, part) in parts])
 
 
-class Other(nn.Module):
+class OtherNorm(nn.Module):
     """A norm layer that does what we do not know, by its own code.
 
     Args:
@@ -275,7 +279,7 @@ class Other(nn.Module):
 def layer(norm: nn.Module, sharing: Sharing) -> nn.Module:
     """What takes the place of a norm layer."""
     found = plain(norm)
-    return Other(norm, sharing) if found is None else Norm(norm, sharing, found)
+    return OtherNorm(norm, sharing) if found is None else Norm(norm, sharing, found)
 
 
 @torch.no_grad()

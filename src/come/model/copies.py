@@ -1,7 +1,7 @@
 """How a model is run: in which precision, in which memory format, compiled or not.
 
-Anything but the default is run on a `StandIn`: a copy of the model's structure that is ours to change. It shares the memory of
-the user's weights, except where precision or memory format ask for other ones. A copy is not always possible: a function
+Anything but the default is run on a `ModelCopy`: a copy of the model's structure that is ours to change. It shares the memory
+of the user's weights, except where precision or memory format ask for other ones. A copy is not always possible: a function
 that the model calls may lead back to the model's own layers, which know nothing of the adapted weights. So while a stand-in
 runs the user's tensors are out of reach, and a model whose copy asks for one of them is run itself.
 """
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from come.batchnorm import Layer, StatisticsRule, mixed, normalizing, unit_statistics
-from come.by_stream import Block, Other, Sharing
-from come.by_stream import layer as layer_by_stream
 from come.errors import require
-from come.inputs import Inputs
+from come.model.batchnorm import Layer, StatisticsRule, mixed, normalizing, unit_statistics
+from come.model.inputs import Inputs
+from come.streams.norms import Block, OtherNorm, Sharing
+from come.streams.norms import layer as layer_by_stream
 
 Precision = Literal["float32", "tf32", "bf16"]
 
@@ -144,7 +144,7 @@ _tf32 = _Tf32()
 
 
 class MixedNorm(nn.Module):
-    """A BatchNorm layer on mixed statistics, in one pass: see `come.batchnorm.mixed`."""
+    """A BatchNorm layer on mixed statistics, in one pass: see `come.model.batchnorm.mixed`."""
 
     def __init__(self, norm: nn.BatchNorm2d, layer: Layer, rule: mixed) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class _OutOfReach(Tensor):
 OUT_OF_REACH: Tensor = torch.empty(0).as_subclass(_OutOfReach)
 
 
-class StandIns:
+class ModelCopies:
     """The stand-ins of one model. All adapters of it share them: what one has compiled the next one need not.
 
     They live as long as one of those adapters does, and nobody else holds them: a stand-in may lead to the user's model, which
@@ -282,13 +282,13 @@ class StandIns:
     def __init__(self) -> None:
         self.built_from: tuple[Any, ...] = ()
         """The model's weights and buffers when they were made."""
-        self.made: dict[Any, StandIn] = {}
+        self.made: dict[Any, ModelCopy] = {}
         self.converted: Converted = {}
         self.uncopied = ""
         """Why there can be none, as far as is known."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> StandIns:
+    def of(cls, model: nn.Module) -> ModelCopies:
         """Those of that model."""
         known = _of.get(model)
         found = None if known is None else known()
@@ -314,17 +314,17 @@ class StandIns:
         self.uncopied = ""
 
 
-_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StandIns]] = weakref.WeakKeyDictionary()
+_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModelCopies]] = weakref.WeakKeyDictionary()
 
 
-class StandIn:
+class ModelCopy:
     """A copy of a model's structure, in evaluation mode, that is ours to change.
 
     Args:
         model: the user's classifier; it is not changed.
         adapted: names of the parameters that are given at each call.
         layers: its BatchNorm layers by path.
-        rule: what these normalize by; "streams": as each of many streams does, see `come.by_stream`.
+        rule: what these normalize by; "streams": as each of many streams does, see `come.streams.norms`.
         mode: precision and memory format.
         compiled: whether `torch.compile` is used.
         converted: weights that were rounded or put in another memory format before; new ones are added.
@@ -406,7 +406,7 @@ class StandIn:
         """Where a parameter is."""
         path, _, own = name.rpartition(".")
         owner = self.module.get_submodule(path)
-        return (owner.inner if isinstance(owner, Other) else owner)._parameters, own
+        return (owner.inner if isinstance(owner, OtherNorm) else owner)._parameters, own
 
     def __call__(
         self,

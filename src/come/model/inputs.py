@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from come.errors import InputError, require, unknown
-from come.trees import leaves
+from come.state.trees import leaves
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 """A batch as people write it: a tensor, or the arguments of the model as a tuple or a mapping."""
@@ -226,7 +226,7 @@ def checked(x: Inputs, empty: bool = False) -> Inputs:
         return x.map(lambda value: value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
 
 
-def exact(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32 if it is in half precision, else as it is.
 
     Example:

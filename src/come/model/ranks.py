@@ -30,15 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from come.batchnorm import Estimate, Layer, Statistics
 from come.errors import ComeError, ConfigError, InputError, RankError, StateError, shown
-from come.heads import Head
-from come.inputs import Inputs, exact, logits_of
+from come.model.batchnorm import Estimate, Layer, Statistics
+from come.model.heads import Head
+from come.model.inputs import Inputs, at_least_float32, logits_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from come.borrowed import Borrowed
+    from come.model.functional import FunctionalModel
 
 
 class Ranks:
@@ -220,7 +220,7 @@ class Ranks:
 
     def forward(
         self,
-        model: Borrowed,
+        model: FunctionalModel,
         x: Inputs,
         weights: Tensor,
         statistics: Statistics,
@@ -241,7 +241,7 @@ class Ranks:
         return self._of_all(logits, counts)
 
     def features(
-        self, model: Borrowed, x: Inputs, weights: Tensor, statistics: Statistics, head: Head
+        self, model: FunctionalModel, x: Inputs, weights: Tensor, statistics: Statistics, head: Head
     ) -> tuple[Tensor, Tensor]:
         """What goes into the classifier head (n, d), and logits (n, K), of all rows."""
         seen: list[tuple[Tensor, Tensor]] = []
@@ -253,7 +253,12 @@ class Ranks:
         return self._of_all(head.pick(seen, logits), counts), self._of_all(logits, counts)
 
     def _rows(
-        self, model: Borrowed, x: Inputs, weights: Tensor, statistics: Statistics, hooks: Sequence[Callable[[], Any]]
+        self,
+        model: FunctionalModel,
+        x: Inputs,
+        weights: Tensor,
+        statistics: Statistics,
+        hooks: Sequence[Callable[[], Any]],
     ) -> tuple[Tensor, list[int]]:
         """Logits of this rank's rows, and how many rows of each rank count."""
         weights = self._summed(weights)
@@ -300,7 +305,7 @@ class Ranks:
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on each of them."""
-        total = self._here(exact(values)).clone()
+        total = self._here(at_least_float32(values)).clone()
         self._talk(lambda: dist.all_reduce(total, group=self.group))
         return total.to(values)
 
@@ -359,7 +364,7 @@ class Part:
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance (C,) over the inputs (B, C, ...) of a layer on all ranks."""
         self.asked += 1
-        var, mean = torch.var_mean(exact(x), dim=[0, *range(2, x.ndim)], correction=0)
+        var, mean = torch.var_mean(at_least_float32(x), dim=[0, *range(2, x.ndim)], correction=0)
         counts = torch.tensor(self.counts, dtype=mean.dtype, device=mean.device)[:, None, None] * math.prod(x.shape[2:])
         mean, var = self._joined(mean[None], var[None], counts)
         return mean[0], var[0]
@@ -387,7 +392,7 @@ class Part:
     def _of_groups(self, x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         """Mean and biased variance (G, C) of the rows of each group; `group` (n,) is -1 where a row is in none."""
         self.asked += 1
-        flat = exact(x).flatten(2) if x.ndim > 2 else exact(x)[..., None]
+        flat = at_least_float32(x).flatten(2) if x.ndim > 2 else at_least_float32(x)[..., None]
         member = (group[:, None] == torch.arange(groups, device=group.device)).to(flat)
         mine = member[self.rows]
         counts = torch.stack([part.sum(dim=0) for part in torch.split(member, self.counts)])[..., None] * flat.shape[2]

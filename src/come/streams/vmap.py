@@ -1,7 +1,7 @@
 """One step for many streams at once: `torch.vmap` over everything but the model.
 
 A step is written for one stream. For n streams with b samples each it runs once, on tensors that carry a hidden first dimension
-of n. Three things leave that: the model, which gets all n x b samples in one call (`come.by_stream`); the gradient, one
+of n. Three things leave that: the model, which gets all n x b samples in one call (`come.streams.norms`); the gradient, one
 backward of the sum of all losses, since the loss of a stream depends on no other stream's weights; and random numbers, drawn
 stream by stream.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from come.errors import ModelError
-from come.inputs import Inputs
-from come.meeting import ask, gradients
-from come.trees import leaves, like
+from come.model.inputs import Inputs
+from come.state.trees import leaves, like
+from come.streams.rendezvous import ask, gradients
 
 BARE_CALL, CALL, GRADIENT = range(3)
 """What groups of streams ask for, in this order: calls of the model without and with a gradient, and gradients."""

@@ -21,47 +21,47 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from come.errors import ComeError, warn
-from come.inputs import Inputs
 from come.method import NotCapturable, Written, undo
-from come.running import room
-from come.transition import After, Before, How, Transition
-from come.trees import leaves, like, signature
+from come.model.copies import room
+from come.model.inputs import Inputs
+from come.state.trees import leaves, like, signature
+from come.step.transition import StepFlags, StepInput, StepOutput, Transition
 
 if TYPE_CHECKING:
-    from come.many import Many
+    from come.streams.transition import StackedTransition
 
 SHAPES = 8
 """Shapes of batch that are compiled; more run as they are."""
 RECENT = 16
 """A shape that comes again within so many batches is compiled."""
 
-Running = Callable[[Callable[[], After]], After]
+Running = Callable[[Callable[[], StepOutput]], StepOutput]
 """Runs a function while the model is borrowed."""
 
 
-class Steps:
+class StepRunner:
     """The steps of one adapter: as they are, compiled, or captured.
 
     Args:
         step: what computes one.
     """
 
-    def __init__(self, step: Transition | Many) -> None:
+    def __init__(self, step: Transition | StackedTransition) -> None:
         self._step = step
         self._recent: deque[Any] = deque(maxlen=RECENT)
         """Shapes of the batches before."""
         self._shapes: set[Any] = set()
-        self._graphs: dict[Any, Captured] = {}
+        self._graphs: dict[Any, CapturedGraph] = {}
         self._pool: Any = None
         self._said: set[str] = set()
         self._works = self._capture = True
         """Whether `torch.compile` works on this model, and whether a step can be captured, as far as is known."""
 
-    def run(self, how: How, before: Before, x: Inputs, count: int, running: Running) -> After:
+    def run(self, how: StepFlags, before: StepInput, x: Inputs, count: int, running: Running) -> StepOutput:
         """One step."""
         step = self._step
 
-        def compute() -> After:
+        def compute() -> StepOutput:
             step.seed(count)
             return step(how, before, x, count)
 
@@ -107,7 +107,7 @@ class Steps:
         self._say("not compiled, since the ranks exchange statistics of the batch in BatchNorm layers")
         return False
 
-    def _captures(self, before: Before, x: Inputs) -> bool:
+    def _captures(self, before: StepInput, x: Inputs) -> bool:
         device = self._step.model.device
         if not self._capture or device.type != "cuda" or before.state is None:
             return False
@@ -122,7 +122,7 @@ class Steps:
         self._capture = False
         self._say(f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
 
-    def _compiled(self, step: Callable[[], After], running: Running) -> After:
+    def _compiled(self, step: Callable[[], StepOutput], running: Running) -> StepOutput:
         """A step with the compiled model; if it cannot be compiled, as it is."""
         model = self._step.model
         model.compiled = True
@@ -144,9 +144,9 @@ class Steps:
         finally:
             model.compiled = False
 
-    def _captured(self, how: How, before: Before, x: Inputs, running: Running) -> Captured:
+    def _captured(self, how: StepFlags, before: StepInput, x: Inputs, running: Running) -> CapturedGraph:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return Captured(self._step, how, before, x, lambda f: self._compiled(f, running), self._pool)
+        return CapturedGraph(self._step, how, before, x, lambda f: self._compiled(f, running), self._pool)
 
     def _say(self, what: str) -> None:
         if what not in self._said:
@@ -164,7 +164,7 @@ def _by_compiler(error: Exception) -> bool:
     return False
 
 
-class Captured:
+class CapturedGraph:
     """A step as a CUDA graph, with memory of its own for what goes in and what comes out.
 
     Args:
@@ -177,11 +177,17 @@ class Captured:
     """
 
     def __init__(
-        self, step: Transition | Many, how: How, before: Before, x: Inputs, running: Running, pool: Any
+        self,
+        step: Transition | StackedTransition,
+        how: StepFlags,
+        before: StepInput,
+        x: Inputs,
+        running: Running,
+        pool: Any,
     ) -> None:
-        self._given: tuple[Before, Inputs] = (before, x)
+        self._given: tuple[StepInput, Inputs] = (before, x)
 
-        def compute() -> After:
+        def compute() -> StepOutput:
             given = self._given
             return running(lambda: step(how, given[0], given[1], None))
 
@@ -200,7 +206,7 @@ class Captured:
         torch.cuda.empty_cache()  # the graph has memory of its own: what the steps so far have used is free
         # What a method overwrites in place is not copied: TEA's buffer takes gigabytes.
         self._given = cast(
-            "tuple[Before, Inputs]",
+            "tuple[StepInput, Inputs]",
             like((before, x), [t if id(t) in overwritten else t.clone() for t in leaves((before, x))]),
         )
         self._graph = torch.cuda.CUDAGraph()
@@ -210,7 +216,7 @@ class Captured:
         self._written: list[Written] = list(step.written)
         step.written.clear()
 
-    def replay(self, before: Before, x: Inputs, written: list[Written]) -> After:
+    def replay(self, before: StepInput, x: Inputs, written: list[Written]) -> StepOutput:
         """The step, for these."""
         given = leaves((before, x))
         own = leaves(self._given)
@@ -226,7 +232,7 @@ class Captured:
                 t if id(t) in overwritten else unchanged[id(t)] if id(t) in unchanged else t.clone()
                 for t in leaves(self._after)
             ]
-        return cast(After, like(self._after, found))
+        return cast(StepOutput, like(self._after, found))
 
 
 @contextmanager

@@ -9,14 +9,14 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
-def changed(value: Value, **fields: Any) -> Value:
+def replace(value: Value, **fields: Any) -> Value:
     """A frozen dataclass with other values in some fields, as `dataclasses.replace`, which takes twenty times as long.
 
     It must have no `__post_init__` and no slots.
 
     Example:
         >>> from come.guard.signals import Bands
-        >>> changed(Bands(4), seen=3)
+        >>> replace(Bands(4), seen=3)
         Bands(warmup=4, rows=(), seen=3)
     """
     new = object.__new__(type(value))

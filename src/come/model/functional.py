@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from come.batchnorm import (
+from come.errors import ConfigError, InputError, ModelError, shown, warn
+from come.model.batchnorm import (
     WITHOUT_STATISTICS,
     Layer,
     Statistics,
@@ -29,14 +30,13 @@ from come.batchnorm import (
     rescaling,
     unit_statistics,
 )
-from come.by_stream import Block
-from come.errors import ConfigError, InputError, ModelError, shown, warn
-from come.inputs import Arguments, Inputs, Key, checked, expected_dims
-from come.running import OUT_OF_REACH, Function, Mode, Place, StandIn, StandIns, UncopiedError, fused
+from come.model.copies import OUT_OF_REACH, Function, Mode, ModelCopies, ModelCopy, Place, UncopiedError, fused
+from come.model.inputs import Arguments, Inputs, Key, checked, expected_dims
 from come.select import BATCH_NORMS, Selector, is_norm
+from come.streams.norms import Block
 
 if TYPE_CHECKING:
-    from come.ranks import Part, Ranks
+    from come.model.ranks import Part, Ranks
 
 ALIGNED = 64
 """Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
@@ -63,7 +63,7 @@ class Slot(NamedTuple):
     value: Any
 
 
-class Borrowed:
+class FunctionalModel:
     """A model and the parameters of it that adapt.
 
     Args:
@@ -72,7 +72,7 @@ class Borrowed:
         method: name of the method, for messages.
         descends: whether there must be any.
         mode: how the model is run.
-        per_sample: its arguments with one entry per sample, see `come.inputs.Arguments`.
+        per_sample: its arguments with one entry per sample, see `come.model.inputs.Arguments`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Borrowed:
         """What this one computes of the call under way, if it is divided."""
         self._built_from: tuple[Any, ...] = ()
         """The model's weights and buffers at the last step."""
-        self._stand_ins = StandIns.of(model)
+        self._stand_ins = ModelCopies.of(model)
 
     # ---- the vector of adapted weights ----
 
@@ -244,7 +244,7 @@ class Borrowed:
         Args:
             x: the batch.
             weights: (P,) of the adapted parameters.
-            statistics: what BatchNorm normalizes by, see `come.batchnorm`.
+            statistics: what BatchNorm normalizes by, see `come.model.batchnorm`.
             hooks: functions that register a hook and return its handle; they last for this call.
         """
         values = [
@@ -347,14 +347,14 @@ class Borrowed:
             return "mixed"
         return "batch" if statistics == "batch" and batch > 1 and not self._synchronized else None
 
-    def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> StandIn:
+    def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> ModelCopy:
         """The model as it is run, made when it is first needed."""
         key = (rule, self.compiled, self.mode, self._names)
         known = self._stand_ins
         if key not in known.made:
             with torch.no_grad():
                 layers = dict(zip(self.norms, self.layers(), strict=True))
-                known.made[key] = StandIn(
+                known.made[key] = ModelCopy(
                     self.model, self._names, layers, rule, self.mode, self.compiled, known.converted
                 )
         return known.made[key]

@@ -1,4 +1,4 @@
-"""One step of many streams, as one: what `come.stacked` makes of a `Transition`, and of the model that it calls."""
+"""One step of many streams, as one: what `come.streams.vmap` makes of a `Transition`, and of the model that it calls."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from come.batchnorm import Statistics, by_selection, mixed
-from come.borrowed import Borrowed
-from come.by_stream import Block
 from come.errors import ConfigError
-from come.inputs import Inputs, logits_of
-from come.meeting import ask
 from come.method import Method, NotCapturable, Step
-from come.running import Function
-from come.stacked import BARE_CALL, CALL, Value, outside, over
-from come.transition import After, Before, How, Transition
-from come.trees import leaves, like, signature
+from come.model.batchnorm import Statistics, by_selection, mixed
+from come.model.copies import Function
+from come.model.functional import FunctionalModel
+from come.model.inputs import Inputs, logits_of
+from come.state.trees import leaves, like, signature
+from come.step.transition import StepFlags, StepInput, StepOutput, Transition
+from come.streams.norms import Block
+from come.streams.rendezvous import ask
+from come.streams.vmap import BARE_CALL, CALL, Value, outside, over
 
 
-class Stack:
+class StackedModel:
     """A model as a step of many streams calls it; everything but a call is that of the model itself."""
 
-    def __init__(self, model: Borrowed) -> None:
+    def __init__(self, model: FunctionalModel) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
@@ -38,7 +38,7 @@ class Stack:
         return function
 
     def call(self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Any] = ()) -> Tensor:
-        """Logits (b, K), see `Borrowed.call`."""
+        """Logits (b, K), see `FunctionalModel.call`."""
         if hooks:
             raise ConfigError(
                 "this method looks into the model by hooks, which cannot tell streams apart; use one adapter for each stream"
@@ -90,8 +90,8 @@ def _joined(batches: Sequence[Inputs]) -> Inputs:
     return batches[0].map_samples(lambda _: torch.cat(next(parts)))
 
 
-class Many:
-    """One step of many streams, as `come.compiled.Steps` runs that of one.
+class StackedTransition:
+    """One step of many streams, as `come.step.compiled.Steps` runs that of one.
 
     Args:
         core: the step of one.
@@ -111,25 +111,28 @@ class Many:
     def seed(self, count: int) -> None:
         """Nothing: each stream has random numbers of its own."""
 
-    def __call__(self, how: How, before: Before, x: Inputs, count: int | None) -> After:
+    def __call__(self, how: StepFlags, before: StepInput, x: Inputs, count: int | None) -> StepOutput:
         """The step; all tensors are (n, ...), and those of the batch (n, b, ...)."""
         core = copy.copy(self._core)
-        core.model, core.written = cast(Borrowed, Stack(core.model)), []
+        core.model, core.written = cast(FunctionalModel, StackedModel(core.model)), []
         core.generator = cast(torch.Generator, _refuse if count is None else self._generator)
 
-        def one(before: Before, x: Inputs) -> After:
+        def one(before: StepInput, x: Inputs) -> StepOutput:
             if before.own:
                 core.method = copy.copy(core.method)
                 for name, value in before.own.items():
                     setattr(core.method, name, value)
             return core(how, before, x, None)
 
-        return cast(After, over(one, before, x))
+        return cast(StepOutput, over(one, before, x))
 
-    def answered(self, how: How, before: Before, x: Inputs) -> Step:
+    def answered(self, how: StepFlags, before: StepInput, x: Inputs) -> Step:
         """Logits (n, b, K) without adapting, and which samples could be answered (n, b)."""
         core = copy.copy(self._core)
-        core.model, core.generator = cast(Borrowed, Stack(core.model)), cast(torch.Generator, self._generator)
+        core.model, core.generator = (
+            cast(FunctionalModel, StackedModel(core.model)),
+            cast(torch.Generator, self._generator),
+        )
         return cast(Step, over(lambda before, x: core.answered(how, before, x, None), before, x))
 
     def _generator(self, i: int) -> torch.Generator:

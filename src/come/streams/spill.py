@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from come import saving
 from come.errors import ConfigError, StateError
-from come.files import unwritable
+from come.state import saving
+from come.state.files import unwritable
 
 _forks = 0
 """Of this process, so far."""
@@ -71,7 +71,7 @@ class Spilled(_Owned):
 
     Args:
         folder: where.
-        data: what `come.saving.packed` gave.
+        data: what `come.state.saving.packed` gave.
         health: counters and gauges, which are asked for more often than a file should be read.
     """
 

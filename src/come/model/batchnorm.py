@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import InputError
-from come.inputs import exact
+from come.model.inputs import at_least_float32
 
 if TYPE_CHECKING:
-    from come.ranks import Part
+    from come.model.ranks import Part
 
 
 class Layer(NamedTuple):
@@ -57,7 +57,7 @@ def normalizing(
     """
 
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        x = exact(inputs[0])
+        x = at_least_float32(inputs[0])
         if isinstance(estimate, mixed):
             return (estimate.normalized(layer, x).to(inputs[0].dtype), *inputs[1:])
         mean, var = estimate(layer, x) if layer.part is None else layer.part.estimated(layer, x, estimate)
@@ -165,7 +165,7 @@ class by_selection:  # noqa: N801 - reads as the value it is: statistics=by_sele
 
     def by_stream(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance (n, C) for (n, b, C, places), with a mask (n, b) of streams."""
-        return _weighted(exact(x), self.used)
+        return _weighted(at_least_float32(x), self.used)
 
 
 def _weighted(x: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         mean, inverse = torch.batch_norm_stats(x, eps)
         return mean, (inverse.square().reciprocal() - eps).clamp_min(0)
     # As torch's BatchNorm does it: a compiler then computes these once.
-    var, mean = (v.flatten() for v in torch.var_mean(exact(x), dim=_dims(x), correction=0, keepdim=True))
+    var, mean = (v.flatten() for v in torch.var_mean(at_least_float32(x), dim=_dims(x), correction=0, keepdim=True))
     return mean, var
 
 

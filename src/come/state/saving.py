@@ -31,15 +31,15 @@ from torch import Tensor, nn
 
 from come.abstain import Abstention, Promise
 from come.errors import StateError, saved_number
-from come.files import replacing, unwritable
 from come.guard.watch import MOST, Watch
-from come.hub import Place
 from come.method import untracked
+from come.model.ranks import Ranks
 from come.optim import adam, sgd
-from come.ranks import Ranks
+from come.state.files import replacing, unwritable
+from come.state.hub import Place
 
 if TYPE_CHECKING:
-    from come.adapter import Adapter, Moment
+    from come.adapter import Adapter, StreamState
 
 FORMAT, VERSION = "come-state", 7
 
@@ -71,7 +71,7 @@ def _bytes(data: bytes) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
+def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> StreamState:
     """The moment that `saved` describes; if anything does not fit, raise and change nothing."""
     for name in ("weights", "count", "selected", "configuration", "fingerprint"):
         if name not in saved:
@@ -88,7 +88,7 @@ def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
     return resumed(adapter, saved)
 
 
-def resumed(adapter: Adapter, saved: Mapping[str, Tensor]) -> Moment:
+def resumed(adapter: Adapter, saved: Mapping[str, Tensor]) -> StreamState:
     """The same for a state that this adapter has put away itself; its model may have been moved or cast since."""
     now, rule = adapter._now, adapter._core.rule
     parts: dict[str, dict[str, Tensor]] = {"moment": {}, "state": {}, "guard": {}}

@@ -36,7 +36,7 @@ class _AbandonedError(Exception):
     """Another group has failed."""
 
 
-class Meeting:
+class Rendezvous:
     """Runs functions at the same time that `ask` now and then.
 
     Threads speak by `SimpleQueue`, whose `put` and `get` are C code: Ctrl-C can stop a `threading.Condition` half way, and
@@ -45,7 +45,7 @@ class Meeting:
     Example:
         >>> def job(value):
         ...     return ask(0, "sum", lambda values: [sum(values)] * len(values), value)
-        >>> Meeting().run([lambda: job(1), lambda: job(2)])
+        >>> Rendezvous().run([lambda: job(1), lambda: job(2)])
         [3, 3]
     """
 

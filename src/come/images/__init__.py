@@ -1,0 +1,1 @@
+"""Images: random views, and the way between normalized tensors and pixels."""

@@ -1,0 +1,1 @@
+"""How the user's model is called: with substituted weights, chosen BatchNorm statistics, a precision, on several ranks."""

@@ -1,0 +1,1 @@
+"""What an adapter remembers, as tensors and as files."""

@@ -1,0 +1,1 @@
+"""Many streams that share one model: one call of the model for all of them."""
