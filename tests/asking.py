@@ -4,5 +4,5 @@ from dataclasses import replace
 
 
 def ask_the_source(adapter):
-    now = adapter._now
-    adapter._now = replace(now, watch=replace(now.watch, due=0))
+    now = adapter._state
+    adapter._state = replace(now, watch=replace(now.watch, due=0))

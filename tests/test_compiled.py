@@ -17,7 +17,7 @@ from come.model.batchnorm import mixed
 from come.model.copies import MixedNorm, Mode, ModelCopies, ModelCopy, Patches
 from come.model.inputs import Inputs
 from come.state.trees import leaves, like, signature
-from come.step.compiled import StepRunner
+from come.step.compiled import CompiledSteps
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
 
 CUDA = torch.cuda.is_available()
@@ -32,7 +32,7 @@ def said(seen):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Without torch.compile, which takes long: what is asked is which batches would be compiled."""
-    monkeypatch.setattr(StepRunner, "_compiled", lambda self, step, running: running(step))
+    monkeypatch.setattr(CompiledSteps, "_compiled", lambda self, step, running: running(step))
 
 
 def run(adapter, data):
@@ -126,10 +126,10 @@ def test_a_last_batch_that_is_smaller_is_not_compiled(make, uncompiled):
     fast = make("tent", "layer", compile=True)
     for x in [*batches(3), batches(1, size=3)[0], *batches(16), batches(1, size=3)[0]]:
         assert len(fast(x.to(DEVICE))) == len(x)
-    assert len(fast._steps._shapes) == 1
+    assert len(fast._engine.compiled._shapes) == 1
     for x in [batches(1)[0], batches(1, size=3)[0]]:  # two shapes in turn
         fast(x.to(DEVICE))
-    assert len(fast._steps._shapes) == 2
+    assert len(fast._engine.compiled._shapes) == 2
 
 
 def test_more_shapes_than_are_compiled_say_so_once(make, uncompiled):
@@ -137,7 +137,7 @@ def test_more_shapes_than_are_compiled_say_so_once(make, uncompiled):
     with pytest.warns(UserWarning, match="8 shapes of batch are compiled; others run as they are") as seen:
         run(fast, [x for size in range(2, 13) for x in batches(2, size=size)])
     assert len(said(seen)) == 1
-    assert len(fast._steps._shapes) == 8
+    assert len(fast._engine.compiled._shapes) == 8
 
 
 @pytest.mark.parametrize("method", [name for name in come.methods.names() if come.methods.get(name).waits])
@@ -278,7 +278,7 @@ def test_a_stand_in_follows_the_model_without_a_step():
     with torch.no_grad():
         model.head.weight.mul_(3)
     other = make(copy.deepcopy(model))
-    assert torch.equal(make(model)._core.fixed["fisher"], other._core.fixed["fisher"])
+    assert torch.equal(make(model)._engine.transition.fixed["fisher"], other._engine.transition.fixed["fisher"])
 
 
 def test_adapters_of_one_model_share_stand_ins():
@@ -403,7 +403,7 @@ def test_two_passes_before_one_backward_on_mixed_statistics(compiled):
     torch.manual_seed(0)
     model = TinyClassifier(NORMS["batch"]).eval()
     fast = come.adapt(model, "tent", compile=compiled, precision="float32" if compiled else "bf16")
-    borrowed, x, shares = fast._borrowed, Inputs.of(next(iter(batches(1)))), (torch.tensor(0.3), torch.tensor(0.9))
+    borrowed, x, shares = fast._engine.model, Inputs.of(next(iter(batches(1)))), (torch.tensor(0.3), torch.tensor(0.9))
     borrowed.compiled = compiled
     weights = borrowed.source().clone().requires_grad_()
     one, two = (borrowed.call(x, weights, statistics=mixed(share)).float() for share in shares)

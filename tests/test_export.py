@@ -116,8 +116,8 @@ def test_it_knows_nothing_of_the_adapter():
 def test_what_the_guard_has_decided(decision):
     """That the source model answers, or whether it trusts the statistics of batches."""
     classifier = adapted()
-    now = classifier._now
-    classifier._now = replace(now, watch=replace(now.watch, **decision))
+    now = classifier._state
+    classifier._state = replace(now, watch=replace(now.watch, **decision))
     alone = classifier.export()
     same(classifier, alone)
     assert any(isinstance(module, OnBatch) for module in alone.modules()) == decision.get("trusted", False)

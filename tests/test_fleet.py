@@ -457,7 +457,7 @@ def test_threads_take_turns(make):
 
 def count_calls(fleet, monkeypatch):
     """A list that gets the number of rows of each call of the model."""
-    rows, borrowed = [], fleet._one._borrowed
+    rows, borrowed = [], fleet._engine.model
     call = borrowed.call_streams
 
     def counted(x, weights, blocks):
@@ -496,7 +496,7 @@ def test_an_error_in_the_model_ends_all_groups(make, monkeypatch):
 
     threads = threading.active_count()
     with monkeypatch.context() as patch:
-        patch.setattr(fleet._one._borrowed, "call_streams", fails)
+        patch.setattr(fleet._engine.model, "call_streams", fails)
         with pytest.raises(RuntimeError, match="no memory"):
             fleet(x[1], list("011222"))
     assert threading.active_count() == threads
@@ -600,11 +600,11 @@ def test_the_model_moves_and_is_cast(make):
     assert fleet(x, list("0101")).dtype == torch.float64
     assert {value.dtype for value in fleet.adapted_parameters("0").values()} == {torch.float64}
     model.to(torch.float64)
-    moment = fleet._streams["1"].moment
+    moment = fleet._streams["1"].state
     assert {value.dtype for value in (moment.weights, *moment.moments.values())} == {torch.float64}
     model.float()
     fleet(x.float(), "0")  # the other stream's momentum follows, too
-    moment = fleet._streams["1"].moment
+    moment = fleet._streams["1"].state
     assert {value.dtype for value in (moment.weights, *moment.moments.values())} == {torch.float32}
 
 
@@ -744,7 +744,7 @@ def test_streams_on_disk_follow_the_model(tmp_path):
     for name in "ab":
         fleet.step(x, name), alone.step(x, name)
     for one in (fleet, alone):
-        one._one.model.double()
+        one._engine.user_model.double()
     for name in "abab":
         torch.testing.assert_close(fleet.step(x.double(), name).logits, alone.step(x.double(), name).logits)
     assert fleet._rates[1].dtype == torch.float64

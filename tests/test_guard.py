@@ -14,7 +14,7 @@ from torch import nn
 
 import come
 from come import Guard
-from come.guard.samples import _median_by_rank, judge, no_history
+from come.guard.samples import _median, judge, no_history
 from come.guard.signals import SIGNALS, Bands, measure
 from come.guard.verdict import Verdict, collapsed, compare, judged, renewed, surer
 from come.guard.watch import COUNTED, LAG, WINDOW, Watch, send
@@ -590,12 +590,12 @@ def test_a_reset_of_the_methods_own_forgets_only_what_is_usual(more, trained):
     adapter, _, used, events = watched(trained, "tent", parts, **more)
     assert used == [0.0] * LAG + [1.0] * (20 - LAG)
     assert [event.kind for event in events] == ["statistics"]
-    watch = adapter._now.watch
+    watch = adapter._state.watch
     assert watch.age == (20 - LAG) * 64, "it goes on as old as it is"
     assert watch.bands.seen < 3 + LAG
     adapter.reset()
     assert adapter.health()["batch_statistics"] == 0.0
-    assert adapter._now.watch.age == adapter._now.watch.due == 0
+    assert adapter._state.watch.age == adapter._state.watch.due == 0
     adapter(parts[0])
     assert adapter.health()["statistics"] == 1, "counters stay"
 
@@ -985,4 +985,4 @@ def test_the_median_for_a_gpu_is_the_median(seed):
     draw = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 6, (1 + seed,), generator=draw).float()
     values[torch.rand(len(values), generator=draw) < 0.3] = torch.nan
-    torch.testing.assert_close(_median_by_rank(values), values.nanmedian(), equal_nan=True)
+    torch.testing.assert_close(_median(values), values.nanmedian(), equal_nan=True)

@@ -88,7 +88,7 @@ def test_a_second_interrupt_while_the_model_is_given_back(then):
         if then == "step":
             adapter(x)
         else:
-            adapter._borrowed.give_back()
+            adapter._engine.model.give_back()
         assert all(norm._parameters[name] is value for name, value in own.items())
     adapter.close()
     model.check(then)
@@ -100,17 +100,17 @@ def test_keeping_the_weights_is_all_or_nothing():
         number += 7
         model = interrupts.Model("layer")
         adapter = come.adapt(model.module, "tent")
-        own = {name: p.clone() for name, p in adapter._borrowed.parameters.items()}
-        weights = adapter._borrowed.source() + 1
+        own = {name: p.clone() for name, p in adapter._engine.model.parameters.items()}
+        weights = adapter._engine.model.source() + 1
         done = interrupts.traced(
             interrupts.AtEvent(number),
-            lambda one=adapter, weights=weights: one._lock.run(lambda: one._borrowed.overwrite(weights)),
+            lambda one=adapter, weights=weights: one._lock.run(lambda: one._engine.model.overwrite(weights)),
         )
-        change = [(p - own[name]).detach() for name, p in adapter._borrowed.parameters.items()]
+        change = [(p - own[name]).detach() for name, p in adapter._engine.model.parameters.items()]
         found.add(round(float(change[0].mean()), 3))
         assert len({round(float(one.mean()), 3) for one in change}) == 1, number
         if not change[0].any():
-            adapter._borrowed.check_unchanged()
+            adapter._engine.model.check_unchanged()
     assert number > 50
     assert 0.0 in found
 

@@ -124,7 +124,7 @@ def test_eata_reads_the_source_once():
             yield x
 
     adapter = come.adapt(tiny(), "eata", source=source(), margin=2.0)
-    fisher = adapter._core.fixed["fisher"].clone()
+    fisher = adapter._engine.transition.fixed["fisher"].clone()
     assert fisher.shape == adapter.state_dict()["weights"].shape
     assert fisher.any()
     adapter(batches(1)[0])
@@ -132,7 +132,7 @@ def test_eata_reads_the_source_once():
     adapter.reset()
     assert not adapter.state
     assert len(reads) == 2
-    assert torch.equal(adapter._core.fixed["fisher"], fisher)
+    assert torch.equal(adapter._engine.transition.fixed["fisher"], fisher)
     assert adapter.method.source is None  # the data is not kept
 
 
@@ -332,7 +332,7 @@ def test_foa_on_the_vits_of_the_libraries(library):
     x, *source = (torch.randn(6, 3, 16, 16, generator=generator) for _ in range(3))
     adapter = come.adapt(model, "foa", source=source, prompts=2, population=5, chunk=12)
     assert adapter(x).shape == (6, 7)
-    assert adapter._core.fixed["source_mean"].shape == (4 * 16,)
+    assert adapter._engine.transition.fixed["source_mean"].shape == (4 * 16,)
     for name in ("t3a", "lame"):
         with come.adapt(copy.deepcopy(model), name) as other:
             assert other(x).shape == (6, 7)

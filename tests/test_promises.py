@@ -336,7 +336,7 @@ def test_weights_that_break_only_the_adapted_model_are_put_back():
     adapter = come.adapt(tiny(), "tent", lr=1e-3)
     for x in batches(3):
         adapter(x)
-    adapter._now = replace(adapter._now, weights=torch.full_like(adapter._now.weights, math.nan))  # as cosmic rays do
+    adapter._state = replace(adapter._state, weights=torch.full_like(adapter._state.weights, math.nan))  # as cosmic rays do
     steps = [adapter.step(x) for x in batches(12, seed=5)]
     assert adapter.health()["collapse"] == adapter.health()["recovered"] == 1
     assert steps[-1].valid.all()
@@ -598,8 +598,8 @@ def test_weights_that_have_half_collapsed_are_not_what_is_restored():
         adapter(x)
     assert adapter.health()["healthy"] >= 2
     drifted = adapter.adapted_parameters
-    adapter._now = replace(adapter._now, weights=torch.full_like(adapter._now.weights, math.nan))
-    adapter._now = replace(adapter._now, watch=replace(adapter._now.watch, due=0))
+    adapter._state = replace(adapter._state, weights=torch.full_like(adapter._state.weights, math.nan))
+    adapter._state = replace(adapter._state, watch=replace(adapter._state.watch, due=0))
     for x in batches(LAG + 2, size=64, seed=5):
         adapter(x)
         if adapter.health()["recovered"]:

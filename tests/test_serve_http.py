@@ -425,11 +425,11 @@ def test_the_command_calibrates_on_pictures_that_are_prepared_as_it_was_told(ser
 
 def test_the_command_adapts_as_come_adapt_does_by_default(serves):
     service, _ = serves()
-    ours, theirs = service._fleet._one.method, come.adapt(MODEL).method
+    ours, theirs = service._fleet._engine.method, come.adapt(MODEL).method
     assert (type(ours), ours.objective) == (type(theirs), theirs.objective)
     assert ours.name == DEFAULT
-    assert serves("--method", "tent")[0]._fleet._one.method.objective == come.adapt(MODEL, "tent").method.objective
-    assert serves("--objective", "em")[0]._fleet._one.method.objective == come.objectives.get("em")
+    assert serves("--method", "tent")[0]._fleet._engine.method.objective == come.adapt(MODEL, "tent").method.objective
+    assert serves("--objective", "em")[0]._fleet._engine.method.objective == come.objectives.get("em")
 
 
 def test_the_command_refuses_what_it_cannot_serve(monkeypatch, capsys, tmp_path):

@@ -1,56 +1,40 @@
-"""`come.adapt`, and the adapter that it returns: everything that must never go wrong is here, once.
+"""`come.adapt`, and the `Adapter` that it returns: the public entry point, with locking, roll-back and lifecycle.
 
-    step(x):  lock -> check -> guard reads old signals -> method.adapt on a `Context` -> keep or drop -> Step
-
-All that changes is in one `StreamState`, which is never changed itself: a step computes a new one and, when everything has
-succeeded, puts it in the place of the old one. So an error or an interrupt anywhere leaves the adapter as it was.
+A step never changes a `StreamState`: it computes a new one, which replaces the old one when everything has succeeded. So an
+error or an interrupt anywhere leaves the adapter as it was.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from come import export as exporting
-from come import methods, optim
-from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences, followed, scored, usable
-from come.errors import ClosedError, CollapseError, ConfigError, ModelError, require, shown, warn
+from come import methods
+from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences
+from come.errors import ClosedError, ConfigError, require, shown
 from come.guard.config import Event, Guard
-from come.guard.watch import Sent, Watch, send
-from come.method import Context, Frozen, Method, Step, Written, undo, untracked
+from come.method import Frozen, Method, Step
 from come.model.copies import Mode, Precision
-from come.model.functional import FunctionalModel
-from come.model.inputs import Input, Inputs, Key
+from come.model.inputs import Input, Inputs
 from come.model.locks import ModelLock, exclusive
-from come.model.ranks import Ranks, bits
+from come.model.ranks import Ranks
 from come.objectives import Objective
-from come.optim import Moments
-from come.select import Selector
 from come.state import saving
 from come.state.trees import replace
-from come.step.compiled import StepRunner
-from come.step.transition import StepFlags, StepInput, StepOutput, Transition
+from come.step.context import Written, undo, untracked
+from come.step.engine import Engine, own_rows
+from come.step.events import report, safely
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
-
-log = logging.getLogger("come.guard")
-
-FEW = 0.4
-"""If a smaller share of the samples drove the last update, a forward without a gradient and one of those samples with it are
-expected to cost less than a forward and a backward of all."""
 
 READS = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer"})
 """Methods of a model that an adapter has, too: they give the source model's tensors, and run nothing."""
@@ -62,44 +46,8 @@ MOVES = frozenset(
 )
 """Methods of a model that change it and return it, as `to`: those of an adapter do the same, and return the adapter."""
 
-T = TypeVar("T")
 Callback = Callable[["Adapter", Step], None]
 """Called with the adapter and what a step returned, after each step."""
-
-
-@dataclass(frozen=True)
-class StreamState:
-    """All that a step changes."""
-
-    weights: Tensor
-    """(P,): the adapted parameters, in float32 or better."""
-    moments: Moments
-    state: dict[str, Tensor] | None = None
-    """What the method remembers; None before the first batch."""
-    count: int = 0
-    """Batches since construction or reset."""
-    watch: Watch | None = None
-    """What the guard has learned; None without one."""
-    selected: float = 1.0
-    """The share of the samples that drove the last update, as far as the method tells."""
-    abstention: Abstention | None = None
-    """When not to answer; None before `Adapter.calibrate`."""
-
-    def health(self) -> dict[str, float]:
-        """Counters and gauges of the guard as flat numbers; without a guard, the steps only."""
-        return {"steps": float(self.count)} if self.watch is None else self.watch.health()
-
-    def to(self, device: torch.device, on_host: tuple[str, ...]) -> StreamState:
-        """With all tensors on that device, but for those that stay on the CPU."""
-        state = self.state
-        if state is not None:
-            state = {k: v if on_host and k.startswith(on_host) else v.to(device) for k, v in state.items()}
-        # Torch optimizers keep some numbers on the CPU on purpose.
-        moments = {k: v.to(device) if v.ndim or v.device.type != "cpu" else v for k, v in self.moments.items()}
-        watch = None if self.watch is None else self.watch.to(device)
-        abstention = None if self.abstention is None else self.abstention.to(device)
-        weights = self.weights.to(device)
-        return replace(self, weights=weights, moments=moments, state=state, watch=watch, abstention=abstention)
 
 
 class Adapter:
@@ -111,70 +59,36 @@ class Adapter:
     Threads take turns. A step in which anything fails, or that is interrupted, has not happened.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        method: Method,
-        guard: Guard | None = None,
-        mode: Mode | None = None,
-        ranks: Ranks | None = None,
-        per_sample: Collection[Key] | None = None,
-    ) -> None:
-        if ranks is not None:
-            ranks.check_model(model, method.name, method.undivided)
-        self.method = copy.copy(method)
-        """The method and its hyperparameters."""
-        self.guard = guard
-        """The guard's configuration, or None."""
-        self.model = model
-        """The classifier, as it was handed in."""
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
         self._closed = False
-        self._per_sample = per_sample
         self._to_undo: list[Written] = []
-        self._promise: Promise | None = None
-        self._ranks = ranks
-        self._fingerprint: dict[str, Any] = {}
-        self._rate: tuple[tuple[Any, ...], Tensor] | None = None
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-        self._lock = ModelLock(model)
-        self._begin(mode or Mode())  # while another adapter's step runs, other weights stand in the model
-        for name in self.method.once:
-            if hasattr(self.method, name):
-                setattr(self.method, name, None)
-
-    @exclusive
-    def _begin(self, mode: Mode) -> None:
         with untracked():
-            self._borrow(self.method.select, mode)
-            self._now = self._first()
-        self._follow()
-        ctx = self._context(self._now, 1)
-        self._core.fixed |= self._running(lambda: self.method.setup(ctx))
-        if self._ranks is not None:
-            with untracked():
-                saving.agree(self, self._ranks)
-            self._borrowed.ranks = self._ranks
+            self._state = engine.first()
+            if engine.ranks is not None:
+                saving.agree(engine, engine.ranks)
+                engine.model.ranks = engine.ranks
 
-    def _borrow(self, select: Selector, mode: Mode) -> None:
-        """What belongs to this model and to this process: it is made anew for a copy."""
-        method = self.method
-        self._borrowed = FunctionalModel(self.model, select, method.name, method.descends, mode, self._per_sample)
-        rule = None
-        if self._borrowed.parameters:
-            rule = optim.get(method.optimizer, self._borrowed.split, self._borrowed.join)
-        self._core = Transition(method, self.guard, self._borrowed, rule)
-        self._steps = StepRunner(self._core)
+    @property
+    def model(self) -> nn.Module:
+        """The classifier, as it was handed in."""
+        return self._engine.user_model
 
-    def _first(self) -> StreamState:
-        """Before the first batch."""
-        core = self._core
-        moments = {} if core.rule is None else core.rule.init(core.source)
-        watch = None if self.guard is None else Watch.new(self.guard, self._borrowed.device, core.chooses)
-        abstention = None if self._promise is None else Abstention.begin(self._promise, self._borrowed.device)
-        return StreamState(core.source, moments, None, 0, watch, abstention=abstention)
+    @property
+    def method(self) -> Method:
+        """The method and its hyperparameters."""
+        return self._engine.method
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard's configuration, or None."""
+        return self._engine.guard
+
+    @property
+    def _lock(self) -> ModelLock:
+        return self._engine.lock
 
     # ---- calling it ----
 
@@ -189,22 +103,20 @@ class Adapter:
     @exclusive
     def step(self, *args: Any, **kwargs: Any) -> Step:
         """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered."""
-        x, own = self._batch(args, kwargs)
-        with self._together():
-            before, written = self._now, list[Written]()
+        x, rows = self._batch(args, kwargs)
+        with self._engine.together():
+            before, written = self._state, list[Written]()
             try:
-                self._core.written = written
                 self._check_open()
                 self._follow()
-                moment, out, events = self._advance(self._now, x)
-                self._now = moment
-                self._count(self._tell(events))
-                out = _own(out, own)
+                self._state, out, events = self._engine.step(self._state, x, written)
+                self._count(report(self._engine, events))
+                out = own_rows(out, rows)
                 self._count(self._call_back(out))
                 return out
             except BaseException:
                 self._to_undo = written  # for `_follow`, should an interrupt stop it here
-                self._now = before
+                self._state = before
                 undo(written)
                 raise
 
@@ -212,9 +124,9 @@ class Adapter:
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Raise an `InputError` if the method cannot use this batch. The model is not called, and nothing changes."""
         x, _ = self._batch(args, kwargs)
-        with self._together():
+        with self._engine.together():
             self._check_open()
-            self.method.check(self._context(self._now, x.size), x, True)
+            self.method.check(self._engine.context(self._state, x.size), x, True)
 
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes.
@@ -227,32 +139,26 @@ class Adapter:
     @untracked()
     def answer(self, *args: Any, **kwargs: Any) -> Step:
         """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
-        x, own = self._batch(args, kwargs)
-        with self._together():
+        x, rows = self._batch(args, kwargs)
+        with self._engine.together():
             self._check_open()
             self._follow()
-            out, known = self._answered(self._now, x), self._now.abstention
-            if known is not None:
-                abstain = abstains(known.promise, self._objective, out.logits, known.threshold, out.valid)
-                out = out._replace(abstain=abstain)
-            return _own(out, own)
-
-    def _answered(self, now: StreamState, x: Inputs) -> Step:
-        self._core.seed(now.count)
-        how, before = self._how(now), self._before(now, x.size)
-        return self._running(lambda: self._core.answered(how, before, x, now.count))
+            out = self._engine.answer(self._state, x)
+            if self._state.abstention is not None:
+                out = out._replace(abstain=self._abstains(out.logits, out.valid))
+            return own_rows(out, rows)
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._objective.uncertainty(logits)
+        return self._engine.objective.uncertainty(logits)
 
     def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         """How sure each answer is, (B, K) -> (B,), by the score that the threshold is on; see `come.abstain.confidences`.
 
         Before `calibrate` it is the objective's confidence: the largest probability of a class.
         """
-        now = self._now.abstention
-        return confidences(DEFAULT_SCORE if now is None else now.promise.score, self._objective, logits, valid)
+        promise = self.promise
+        return confidences(DEFAULT_SCORE if promise is None else promise.score, self._engine.objective, logits, valid)
 
     # ---- abstaining ----
 
@@ -304,190 +210,38 @@ class Adapter:
             (torch.Size([8]), True)
         """
         wanted = Wanted(risk, coverage, delta, score, follow)
-        with self._together():
+        with self._engine.together():
             self._check_open()
             self._follow()
-            first = self._first()
-            self._borrowed.ranks = None  # each by itself
-            try:
-                scores, wrong = scored(
-                    data, lambda x: self._answered(first, self._borrowed.read((x,))), self._objective, wanted
-                )
-            finally:
-                self._borrowed.ranks = self._ranks
-            if self._ranks is not None:
-                scores, wrong = self._ranks.first(scores), None if wrong is None else self._ranks.first(wrong)
-            self._promise = wanted.promise(scores, wrong)
-            self._now = replace(self._now, abstention=Abstention.begin(self._promise, self._device))
-            return self._promise
+            promise = self._engine.calibrated(data, wanted)
+            self._engine.promise = promise
+            self._state = replace(self._state, abstention=Abstention.begin(promise, self._engine.device))
+            return promise
 
     @property
     def promise(self) -> Promise | None:
         """What `calibrate` promised, or the state that was loaded; None before."""
-        return None if self._now.abstention is None else self._now.abstention.promise
+        return None if self._state.abstention is None else self._state.abstention.promise
 
     def abstains(self, logits: Tensor) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool, by the threshold that is in force now."""
-        now = self._now.abstention
-        if now is None:
+        return self._abstains(logits)
+
+    def _abstains(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
+        known = self._state.abstention
+        if known is None:
             raise ConfigError("no threshold was chosen; calibrate() first")
-        return abstains(now.promise, self._objective, logits, now.threshold)
+        return abstains(known.promise, self._engine.objective, logits, known.threshold, valid)
+
+    # ---- around a step ----
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Inputs, slice | None]:
-        """The batch, checked; on several ranks that of all of them, and which samples of it came from this one."""
-        if self._ranks is None:
-            return self._borrowed.read(args, kwargs), None
-        with untracked(), self._together():
+        """The batch, checked, and which rows of it are this rank's."""
+        if self._engine.ranks is None:
+            return self._engine.model.read(args, kwargs), None
+        with untracked(), self._engine.together():
             self._follow()
-            now = self._now
-            state = f"{bits(now.weights)} {'' if now.watch is None else now.watch.decisions}"
-
-            def read() -> Inputs:
-                """What only one rank may refuse is looked for here, so that all ranks hear of it."""
-                self._check_open()
-                self._borrowed.check_unchanged()
-                return self._borrowed.read(args, kwargs, empty=True)
-
-            return self._ranks.batch(read, now.count, state, self._device)
-
-    def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ranks is None else self._ranks.noticing()
-
-    # ---- one step, from moment to moment ----
-
-    def _running(self, run: Callable[[], T]) -> T:
-        """Run something that calls the model; the model is as before when this returns or raises."""
-        self._borrowed.check_unchanged()
-        try:
-            try:
-                with torch.enable_grad(), self._borrowed.mode.active():
-                    self._borrowed.prepare()
-                    return run()
-            finally:
-                self._borrowed.give_back()
-        finally:  # again, in case an interrupt struck in the line above
-            self._borrowed.give_back()
-
-    def _advance(self, now: StreamState, x: Inputs) -> tuple[StreamState, Step, list[Event]]:
-        """The next moment, what is returned, and what is to be reported."""
-        now, events = self._begun(now)
-        how = self._how(now)
-        after = self._steps.run(how, self._before(now, x.size), x, now.count, self._running)
-        moment, out, known = self._ended(now, how, after, x.size), after.out, now.abstention
-        if known is not None:
-            abstain = abstains(known.promise, self._objective, out.logits, known.threshold, out.valid)
-            out = out._replace(abstain=abstain)
-            if known.threshold is not None:
-                threshold = followed(known.promise, known.threshold, abstain, usable(out.logits, out.valid))
-                moment = replace(moment, abstention=Abstention(known.promise, threshold))
-        return moment, out, events
-
-    def _begun(self, now: StreamState) -> tuple[StreamState, list[Event]]:
-        """The moment as a step begins with it: forgotten if that is due, and with old signals read."""
-        due = self.method.reset_every is not None and now.count >= self.method.reset_every
-        if self.method.episodic or due:
-            now = self._forgotten(now)
-        return (now, []) if self.guard is None else self._read(now, self.guard)
-
-    def _ended(
-        self, now: StreamState, how: StepFlags, after: StepOutput, size: int, send: Callable[..., Sent] = send
-    ) -> StreamState:
-        """The moment after a step on `size` samples."""
-        watch = now.watch
-        if watch is not None and self.guard is not None:
-            assert after.values is not None
-            assert after.history is not None
-            values = after.values if self._ranks is None else self._ranks.first(after.values)
-            sums = after.sums if how.asking else None
-            watch = watch.stepped(self.guard, send(watch.steps, size, values), after.history, sums, self._core.chooses)
-        selected = now.selected if after.selected is None else after.selected
-        return StreamState(after.weights, after.moments, after.state, now.count + 1, watch, selected, now.abstention)
-
-    def _before(self, now: StreamState, size: int) -> StepInput:
-        """What a step begins with."""
-        rate = self._rate_of(now, size, self.method)
-        if self._rate is None or self._rate[0] != (rate, now.weights.dtype, self._device):
-            value = torch.full((), rate, dtype=now.weights.dtype, device=self._device)
-            self._rate = (rate, now.weights.dtype, self._device), value
-        before = StepInput(now.weights, now.moments, now.state, self._rate[1])
-        watch = now.watch
-        if watch is None or self.guard is None:
-            return before
-        before = before._replace(history=watch.history)
-        if not watch.asking:
-            return before
-        needed = torch.full((), self._needed(watch, size), device=self._device)
-        return before._replace(sums=watch.sums, needed=needed)
-
-    def _rate_of(self, now: StreamState, size: int, method: Method) -> float:
-        """The learning rate for a batch of that size."""
-        rate = method.learning_rate(size, self._borrowed.has_batch_norm)
-        return rate * (1.0 if now.watch is None else now.watch.scale)
-
-    def _needed(self, watch: Watch, size: int) -> int:
-        """After how many samples a question may be acted on."""
-        assert self.guard is not None
-        return min(self.guard.samples, size + watch.asked)
-
-    def _how(self, now: StreamState) -> StepFlags:
-        """What is decided on the host."""
-        watch, few = now.watch, now.selected < FEW and not self._borrowed.mode.compile
-        if watch is None:
-            return StepFlags(few=few)
-        return StepFlags(watch.asking, self._resting(watch), watch.frozen, watch.trusted, not watch.steps, few)
-
-    def _read(self, now: StreamState, guard: Guard) -> tuple[StreamState, list[Event]]:
-        """Take up old signals, and do what follows from them."""
-        assert now.watch is not None
-        watch, events, cause = now.watch.read(guard, self._core.chooses)
-        if cause is None or (cause.kind == "collapse" and guard.policy == "warn"):
-            return replace(now, watch=self._asking(watch)), events
-        if cause.kind == "collapse" and guard.policy == "raise":
-            raise CollapseError(
-                f"{self.method.name} has collapsed at step {cause.step}: {cause.message}; reset() it, lower lr, or use "
-                "objective='come' or Guard(policy='recover')"
-            )
-        weightless = not (self._borrowed.parameters or self._core.on_batch)
-        watch, more = watch.recovered(guard, cause, weightless)
-        watch = self._asking(watch.counted(more))
-        return replace(self._first(), count=now.count, watch=watch, abstention=now.abstention), [*events, *more]
-
-    def _asking(self, watch: Watch) -> Watch:
-        """With a question to the source, if one is due and can find anything."""
-        return watch.asks() if self.method.changes else watch
-
-    def _resting(self, watch: Watch) -> bool:
-        """Whether the source model answers."""
-        return watch.frozen or not (watch.trusted or self._borrowed.parameters or self._core.on_batch)
-
-    def _context(self, now: StreamState, size: int) -> Context:
-        """For what is not a step."""
-        self._core.seed(now.count)
-        valid = torch.ones(size, dtype=torch.bool, device=self._device)
-        return self._core.context(self._how(now), self._before(now, size), valid, now.count)
-
-    def _forgotten(self, now: StreamState) -> StreamState:
-        """As before the first batch. What the stream is answered by is not forgotten: resets may be part of a method."""
-        first = replace(self._first(), abstention=now.abstention)
-        if now.watch is not None and self.guard is not None:
-            first = replace(first, watch=now.watch.forgotten(self.guard))
-        return first
-
-    def _begun_anew(self, now: StreamState) -> StreamState:
-        """After a reset by the user: also what the guard knows and the threshold are as at the beginning."""
-        known, watch = now.abstention, now.watch
-        begun = None if known is None else Abstention.begin(known.promise, self._device)
-        if watch is not None and self.guard is not None:
-            watch = watch.anew(self.guard, self._core.chooses)
-        return replace(self._first(), abstention=begun, watch=watch)
-
-    @property
-    def _device(self) -> torch.device:
-        return self._borrowed.device
-
-    @property
-    def _objective(self) -> Objective:
-        return self.method.objective
+            return self._engine.batch(args, kwargs, self._state, self._check_open)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -495,101 +249,56 @@ class Adapter:
 
     @untracked()
     def _follow(self) -> None:
-        """After the user has moved, cast or loaded the model, bring everything along; first end what an interrupt stopped."""
-        self._borrowed.give_back()
+        """Bring everything to where the user has moved the model; first undo what an interrupted step has written."""
         undo(self._to_undo)
-        if not (self._borrowed.mode.plain or self._borrowed.fresh()):
-            self._steps.forget()
-        device, dtype = self._borrowed.device, self._borrowed.dtype
-        if self._now.weights.device == device and self._now.weights.dtype == dtype:
-            return
-        core = self._core
-        fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in core.fixed.items()}
-        self._now = self._brought(self._now)
-        core.source, core.fixed = core.source.to(device, dtype), self._cast(fixed)
-        core.generator = torch.Generator(device)
-
-    def _brought(self, moment: StreamState) -> StreamState:
-        """A moment where the model is, in its precision."""
-        moment = moment.to(self._device, self.method.on_host)
-        weights, state = moment.weights.to(self._borrowed.dtype), moment.state
-        state = None if state is None else self._cast(state)
-        return replace(moment, weights=weights, moments=self._cast(moment.moments), state=state)
-
-    def _cast(self, values: dict[str, Any]) -> dict[str, Any]:
-        """With the precision of the adapted weights for what has an entry for each of them."""
-        shape, dtype = self._core.source.shape, self._borrowed.dtype
-        return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == shape else v for k, v in values.items()}
-
-    def _tell(self, events: list[Event]) -> list[Event]:
-        """Report events; returns the failures of the user's handler."""
-        failed = []
-        for event in events:
-            level = logging.INFO if event.kind in ("healthy", "raised", "statistics") else logging.WARNING
-            if self.writes:  # on several ranks once
-                words = (self.method.name, event.step, event.message)
-                log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})
-            if event.kind == "probabilities":
-                warn(event.message)
-            if self.guard is not None and self.guard.on_event is not None:
-                failed += self._safely("on_event", event.step, lambda event=event: self.guard.on_event(event))  # type: ignore[misc]
-        return failed
+        self._engine.follow()
+        self._state = self._engine.brought(self._state)
 
     def _call_back(self, out: Step) -> list[Event]:
-        failed, step = [], 0 if self._now.watch is None else self._now.watch.steps
+        failed, step = [], 0 if self._state.watch is None else self._state.watch.steps
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__name__", type(callback).__name__)
-            failed += self._safely(f"callback {name}", step, lambda callback=callback: callback(self, out))  # type: ignore[misc]
+            failed += safely(self._engine, f"callback {name}", step, callback, self, out)
         return failed
 
-    def _safely(self, what: str, step: int, call: Callable[[], None]) -> list[Event]:
-        """A user's function must not stop the answers; returns the event if it fails."""
-        try:
-            call()
-        except Exception as error:
-            event = Event("callback_failed", step, f"{what} failed: {error}", {})
-            log.exception("%s: %s failed; adaptation goes on", self.method.name, what, extra={"come": event._asdict()})
-            return [event]
-        return []
-
     def _count(self, events: list[Event]) -> None:
-        if self._now.watch is not None:
-            self._now = replace(self._now, watch=self._now.watch.counted(events))
+        if events and self._state.watch is not None:
+            self._state = replace(self._state, watch=self._state.watch.counted(events))
 
     # ---- what can be seen ----
 
     @property
     def count(self) -> int:
         """Batches since construction or reset."""
-        return self._now.count
+        return self._state.count
 
     @property
     def state(self) -> dict[str, Tensor]:
         """What the method remembers, by name: copies; empty before the first batch."""
-        return {name: value.clone() for name, value in (self._now.state or {}).items()}
+        return {name: value.clone() for name, value in (self._state.state or {}).items()}
 
     @property
     def adapted_parameters(self) -> dict[str, Tensor]:
         """The adapted parameters now, by name: copies, in float32 or better."""
-        return {name: value.clone() for name, value in self._borrowed.named(self._now.weights).items()}
+        return {name: value.clone() for name, value in self._engine.model.named(self._state.weights).items()}
 
     @property
     def source_parameters(self) -> dict[str, Tensor]:
         """The same parameters of the source model: copies."""
-        return {name: value.clone() for name, value in self._borrowed.named(self._core.source).items()}
+        return {name: value.clone() for name, value in self._engine.model.named(self._engine.transition.source).items()}
 
     @property
     def writes(self) -> bool:
         """Whether `save` writes here: on several ranks only on the first, until one of them is lost."""
-        return self._ranks is None or self._ranks.writes
+        return self._engine.writes
 
     def health(self) -> dict[str, float]:
         """Counters and gauges of the guard as flat numbers; without a guard, the steps only. Looking changes nothing."""
-        return self._now.health()
+        return self._state.health()
 
     def learning_rate(self, batch: int) -> float:
         """The learning rate for a batch of that size, before the guard's factor."""
-        return self.method.learning_rate(batch, self._borrowed.has_batch_norm)
+        return self.method.learning_rate(batch, self._engine.model.has_batch_norm)
 
     # ---- its life ----
 
@@ -602,7 +311,7 @@ class Adapter:
         with untracked():
             self._check_open()
             self._follow()
-            self._now = self._begun_anew(self._now)
+            self._state = self._engine.reset(self._state)
 
     @exclusive
     def close(self, *, keep: bool = False) -> None:
@@ -611,14 +320,15 @@ class Adapter:
         Args:
             keep: write the adapted weights into the model.
         """
-        self._borrowed.give_back()
+        model = self._engine.model
+        model.give_back()
         if self._closed:
             return
         if keep:
-            self._borrowed.check_unchanged()
+            model.check_unchanged()
             with untracked():
-                self._borrowed.overwrite(self._now.weights)
-        self._steps.forget()
+                model.overwrite(self._state.weights)
+        self._engine.compiled.forget()
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -655,7 +365,7 @@ class Adapter:
         Not so its methods, which would run the model without adaptation, or return it: only those in `READS` and `MOVES` are
         there.
         """
-        if name.startswith("_") or "model" not in vars(self):
+        if name.startswith("_") or "_engine" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.model, name)
         if name in MOVES:
@@ -669,28 +379,8 @@ class Adapter:
 
     @exclusive
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: a lock and a generator cannot be copied, and are made anew."""
-        kept = dict(vars(self))
-        for name in ("_lock", "_core", "_steps", "_borrowed", "_rate"):
-            del kept[name]
-        kept["_fingerprint"] = {}
-        watch = self._now.watch
-        if watch is not None:
-            kept["_now"] = replace(self._now, watch=watch.settled())
-        fixed = {name: {} if name == "live" else value for name, value in self._core.fixed.items()}
-        kept["_made_of"] = (self._core.source, fixed, list(self._borrowed.parameters), self._borrowed.mode)
-        return kept
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        """From a copy or a pickle."""
-        source, fixed, names, mode = kept.pop("_made_of")
-        vars(self).update(kept, _rate=None)
-        known = dict(self.model.named_parameters(remove_duplicate=False))
-        self._lock = ModelLock(self.model)
-        with untracked():
-            self._borrow(lambda _: {name: known[name] for name in names}, mode)
-        self._core.source, self._core.fixed = source, fixed
-        self._borrowed.ranks = self._ranks
+        """For copies and pickles."""
+        return vars(self) | {"_state": self._state.settled()}
 
     # ---- state ----
 
@@ -698,7 +388,7 @@ class Adapter:
     def state_dict(self) -> dict[str, Tensor]:
         """All that the next step depends on, as a flat dictionary of copied tensors."""
         with untracked():
-            return saving.collect(self)
+            return saving.collect(self._engine, self._state)
 
     @exclusive
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -706,7 +396,7 @@ class Adapter:
         with untracked():
             self._check_open()
             self._follow()
-            self._now = saving.restored(self, saved)
+            self._state = saving.restored(self._engine, saved)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the state to a safetensors file, whole or not at all; on several ranks the first one writes it.
@@ -714,7 +404,7 @@ class Adapter:
         hf://OWNER/REPOSITORY[@REVISION]/FILE is a file of a repository on the Hugging Face Hub, which must be there.
         """
         if self.writes:
-            saving.save(self, path)
+            saving.save(self._engine, lambda: self._state, path)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Continue from a file that `save` wrote, here or on the Hub; a file that does not fit changes nothing."""
@@ -757,7 +447,10 @@ class Adapter:
             >>> torch.allclose(alone(x), classifier.predict(x), atol=1e-5), type(alone[1]).__name__
             (True, 'OnBatch')
         """
-        file, given = None if path is None else Path(path), None if example is None else self._borrowed.read((example,))
+        file, given = (
+            None if path is None else Path(path),
+            None if example is None else self._engine.model.read((example,)),
+        )
         if file is not None:
             exporting.check(file, given)
         require(file is not None or given is None, "path", path, "a file, where there is an example")
@@ -771,37 +464,16 @@ class Adapter:
         """See `export`."""
         self._check_open()
         self._follow()
-        self._borrowed.check_unchanged()
-        now, core = self._now, self._core
-        resting = now.watch is not None and self._resting(now.watch)
-        frozen = Frozen(core.source) if resting else self.method.frozen(self._context(now, 1))
-        own = self._how(now).trusted and not resting
-        return exporting.standalone(self._borrowed, frozen, core.rule_of_statistics if own else "source")
+        engine, state = self._engine, self._state
+        engine.model.check_unchanged()
+        resting = state.watch is not None and engine.resting(state.watch)
+        frozen = Frozen(engine.transition.source) if resting else self.method.frozen(engine.context(state, 1))
+        own = engine.flags(state).trusted and not resting
+        return exporting.standalone(engine.model, frozen, engine.transition.rule_of_statistics if own else "source")
 
     def __repr__(self) -> str:
         """Method, objective, what adapts and at which learning rate."""
-        method, kind = self.method, type(self.model).__name__
-        mode = f"{self._borrowed.mode}{self._ranks or ''}"
-        if not method.descends:
-            return f"{type(method).__name__}({kind}, objective={method.objective!r}{mode})"
-        if method.lr is not None:
-            rate = f"{method.lr:g}"
-        elif self._borrowed.has_batch_norm:
-            rate = f"{method.paper_lr[1]:g} (the default for BatchNorm models)"
-        else:
-            scale = " x batch/64" if method.scales_lr else ""
-            rate = f"{method.paper_lr[0]:g}{scale} (the default for models without BatchNorm)"
-        size = sum(shape.numel() for shape in self._borrowed.shapes.values())
-        on_batch = f", BatchNorm statistics={self._core.rule_of_statistics}" if self._borrowed.has_batch_norm else ""
-        return (
-            f"{type(method).__name__}({kind}, objective={method.objective!r}, lr={rate}{on_batch}{mode}, "
-            f"adapts {size:,} values in {len(self._borrowed.shapes)} tensors)"
-        )
-
-
-def _own(out: Step, rows: slice | None) -> Step:
-    """What a step returns for some samples; None: for all."""
-    return out if rows is None else Step(*(None if value is None else value[rows] for value in out))  # type: ignore[arg-type]
+        return repr(self._engine)
 
 
 def adapt(
@@ -861,6 +533,35 @@ def adapt(
         >>> classifier(torch.randn(8, 4)).shape
         torch.Size([8, 3])
     """
+    engine = engine_of(
+        model,
+        method,
+        objective=objective,
+        guard=guard,
+        precision=precision,
+        compile=compile,
+        channels_last=channels_last,
+        ranks=Ranks.of(ranks),
+        per_sample=per_sample,
+        **hyperparameters,
+    )
+    return Adapter(engine)
+
+
+def engine_of(
+    model: nn.Module,
+    method: str | type[Method] | Method,
+    *,
+    objective: str | Objective | None,
+    guard: bool | Guard,
+    precision: Precision,
+    compile: bool,
+    channels_last: bool,
+    ranks: Ranks | None = None,
+    per_sample: Collection[str | int] | None = None,
+    **hyperparameters: Any,
+) -> Engine:
+    """What `adapt` and `Fleet` run on; the arguments are those of `adapt`."""
     if not isinstance(guard, (bool, Guard)):
         raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
     hyperparameters |= {} if objective is None else {"objective": objective}
@@ -873,4 +574,4 @@ def adapt(
     else:
         made = methods.make(method, **hyperparameters)
     mode = Mode(precision, compile, channels_last)
-    return Adapter(model, made, Guard() if guard is True else guard or None, mode, Ranks.of(ranks), per_sample)
+    return Engine(model, made, Guard() if guard is True else guard or None, mode, ranks, per_sample)

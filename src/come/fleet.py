@@ -8,78 +8,46 @@ model (`come.streams.rendezvous`).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
 
-from come.abstain import DEFAULT_SCORE, Abstention, Promise, abstains, confidences, followed, usable
-from come.adapter import Adapter, StreamState, adapt
-from come.errors import ComeError, ConfigError, InputError, StateError, shown
+from come.abstain import DEFAULT_SCORE, Promise, Wanted, abstains, confidences
+from come.adapter import engine_of
+from come.errors import ClosedError, ConfigError, InputError, StateError, shown
 from come.guard.config import Event, Guard
-from come.guard.watch import Sent, to_host
-from come.method import Method, Step, untracked
+from come.method import Method, Step
 from come.methods import DEFAULT
 from come.model.copies import Precision
-from come.model.inputs import Inputs, at_least_float32, logits_of
+from come.model.inputs import at_least_float32
 from come.model.locks import ModelLock, exclusive
 from come.objectives import Objective
 from come.optim import TorchRule
 from come.state import saving
 from come.state.files import replacing
 from come.state.trees import replace
-from come.step.compiled import StepRunner
-from come.step.transition import StepFlags, StepInput, StepOutput
-from come.streams.rendezvous import Rendezvous
-from come.streams.spill import Spilled, SpillFolder
-from come.streams.transition import StackedModel, StackedTransition
-from come.streams.vmap import apart, index, joined, over, parted, sent
+from come.step.context import untracked
+from come.step.events import report
+from come.step.state import StreamState
+from come.streams.groups import Groups, Part
+from come.streams.store import Residency, Stream
+from come.streams.vmap import index
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Name = str | int
 NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """One of the streams, as it is now."""
-
-    method: Method
-    """With its own learning rate and thresholds."""
-    own: dict[str, float]
-    moment: StreamState | Spilled
-
-
-class _Part(NamedTuple):
-    """A stream in a batch."""
-
-    name: str
-    rows: list[int]
-    now: StreamState
-    method: Method
-
-
-class _Group(NamedTuple):
-    """Streams that run as one."""
-
-    parts: list[_Part]
-    rows: list[int]
-    before: StepInput
-    x: Inputs
 
 
 class Fleet:
@@ -147,7 +115,7 @@ class Fleet:
             )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
-        self._one = adapt(
+        self._engine = engine_of(
             model,
             method,
             objective=objective,
@@ -158,57 +126,39 @@ class Fleet:
             per_sample=per_sample,
             **hyperparameters,
         )
-        """An adapter whose moment is that of whichever stream is looked at."""
-        own = self._one.method
+        own = self._engine.method
         if own.waits:
             raise ConfigError(
                 f"{own.name} cannot run for many streams at once: {own.waits}; use one adapter for each stream"
             )
-        if isinstance(self._one._core.rule, TorchRule):
+        if isinstance(self._engine.transition.rule, TorchRule):
             raise ConfigError(
                 "a fleet takes optimizer='sgd' or 'adam' (come.optim.sgd, come.optim.adam), no torch optimizer"
             )
-        if (name := self._one._borrowed.not_of_norms()) is not None:
+        if (name := self._engine.model.not_of_norms()) is not None:
             raise ConfigError(
                 f"{name!r} cannot differ by stream: a fleet knows weights and biases of normalization layers only; choose "
                 "these with select=come.select.norm_affine(), or use one adapter for each stream"
             )
-        self._begin()
-        self._resident = resident
-        self._folder = None if folder is None else SpillFolder(Path(folder))
-        self._streams: dict[str, _Stream] = {}
+        self._groups = Groups(self._engine)
+        self._residency = Residency(self._engine, resident, None if folder is None else Path(folder))
+        self._streams: dict[str, Stream] = {}
         """Least recently used first. Never changed: whatever changes streams puts another dict here when all has succeeded."""
-        self._proven = False
-        """Whether the model was seen to keep samples in the first dimension."""
+        self._closed = False
         self._warned: set[str] = set()
-        self._check_room(len(names) if resident is None else min(resident, len(names)))
+        self._residency.check_room(len(names), {})
         for name in names:
             self.open(name)
 
-    def _begin(self) -> None:
-        """What is made anew for a copy."""
-        self._many = StackedTransition(self._one._core)
-        self._steps = self._one._steps = StepRunner(self._many)  # the adapter forgets them when the model was moved
-        self._rates: tuple[Any, Tensor] | None = None
-
     @property
     def _lock(self) -> ModelLock:
-        return self._one._lock
+        return self._engine.lock
 
     @exclusive
     @untracked()
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: signals on their way from a GPU cannot be copied."""
-        kept = dict(vars(self))
-        for name in ("_many", "_steps", "_rates"):
-            del kept[name]
-        kept["_streams"] = {name: replace(one, moment=_settled(one.moment)) for name, one in self._streams.items()}
-        return kept
-
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        """From a copy or a pickle."""
-        vars(self).update(kept)
-        self._begin()
+        """For copies and pickles."""
+        return vars(self) | {"_streams": {name: stream.settled() for name, stream in self._streams.items()}}
 
     # ---- calling it ----
 
@@ -227,21 +177,20 @@ class Fleet:
             x: a batch (B, ...), or a tuple or mapping of the model's arguments.
             streams: the name of the stream of each sample, or one name for all.
         """
-        inputs = self._one._borrowed.read((x,))
+        engine = self._engine
+        inputs = engine.model.read((x,))
         rows = self._ready(streams, inputs.size)
-        first = any(self._moment(name).state is None for name in rows)
-        self._one.method.check(self._one._context(self._one._now, inputs.size), inputs, first)
+        first = any(self._state(name).state is None for name in rows)
+        engine.method.check(engine.context(engine.first(), inputs.size), inputs, first)
         parts, events = [], list[tuple[str, Event]]()
         for name, mine in rows.items():
-            now, said = self._one._begun(self._moment(name))
-            parts.append(_Part(name, mine, now, self._streams[name].method))
+            state, said = engine.begun(self._state(name))
+            parts.append(Part(name, mine, state, self._streams[name].method))
             events += [(name, event) for event in said]
         before = self._streams
         try:
-            found = self._one._running(lambda: self._groups(inputs, parts))
-            moments = {name: moment for group in found for name, moment in group[0].items()}
-            out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-            self._streams = before | {name: replace(before[name], moment=now) for name, now in moments.items()}
+            states, out = self._groups.step(inputs, parts)
+            self._streams = before | {name: replace(before[name], state=state) for name, state in states.items()}
             self._tell(events)
             return out
         except BaseException:
@@ -256,17 +205,16 @@ class Fleet:
     @untracked()
     def answer(self, x: Any, streams: Any) -> Step:
         """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
-        inputs = self._one._borrowed.read((x,))
+        inputs = self._engine.model.read((x,))
         rows = self._ready(streams, inputs.size)
-        parts = [_Part(name, mine, self._moment(name), self._streams[name].method) for name, mine in rows.items()]
-        found = self._one._running(lambda: self._groups(inputs, parts, adapts=False))
-        out = _in_order([(rows, step) for _, rows, step in found], inputs.size)
-        calibrated = {part.name: part.rows for part in parts if part.now.abstention is not None}
-        return out._replace(abstain=self._below(out.logits, calibrated)) if calibrated else out
+        parts = [Part(name, mine, self._state(name), self._streams[name].method) for name, mine in rows.items()]
+        out = self._groups.answer(inputs, parts)
+        calibrated = {part.name: part.rows for part in parts if part.state.abstention is not None}
+        return out._replace(abstain=self._abstains(out.logits, calibrated)) if calibrated else out
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._one.uncertainty(logits)
+        return self._engine.objective.uncertainty(logits)
 
     @exclusive
     def confidence(self, logits: Tensor, streams: Any, valid: Tensor | None = None) -> Tensor:
@@ -274,13 +222,13 @@ class Fleet:
         by_score: dict[str, list[int]] = {}
         with untracked():
             for name, rows in self._ready(streams, len(logits)).items():
-                known = self._moment(name).abstention
+                known = self._state(name).abstention
                 by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(rows)
             found = at_least_float32(logits).new_zeros(len(logits))
             for score, rows in by_score.items():
                 at = index(rows, logits.device)
                 good = None if valid is None else valid[at]
-                found[at] = confidences(score, self._one._objective, logits[at], good)
+                found[at] = confidences(score, self._engine.objective, logits[at], good)
             return found
 
     # ---- abstaining ----
@@ -300,201 +248,51 @@ class Fleet:
             >>> fleet.step(torch.randn(4, 4), ["north", "north", "south", "south"]).abstain.shape
             torch.Size([4])
         """
-        before = self._one._promise, self._one._now
-        try:
-            promise = self._one.calibrate(data, **how)
-            self._streams = {name: _promising(stream, promise) for name, stream in self._streams.items()}
-            return promise
-        except BaseException:
-            self._one._promise, self._one._now = before
-            raise
+        wanted = Wanted(**how)
+        with untracked():
+            self._check_open()
+            self._follow()
+            promise = self._engine.calibrated(data, wanted)
+            streams = {name: stream.promising(promise) for name, stream in self._streams.items()}
+        self._engine.promise, self._streams = promise, streams
+        return promise
 
     @property
     def promise(self) -> Promise | None:
         """What `calibrate` promised; None before."""
-        return self._one.promise
+        return self._engine.promise
 
     @exclusive
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
         with untracked():
-            return self._below(logits, self._ready(streams, len(logits)))
+            return self._abstains(logits, self._ready(streams, len(logits)))
 
-    def _below(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
+    def _abstains(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
         found = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
         for name, mine in rows.items():
-            at = index(mine, logits.device)
-            found[at] = self._view(self._streams[name]).abstains(logits[at])
+            at, known = index(mine, logits.device), self._state(name).abstention
+            if known is None:
+                raise ConfigError("no threshold was chosen; calibrate() first")
+            found[at] = abstains(known.promise, self._engine.objective, logits[at], known.threshold)
         return found
-
-    # ---- one step ----
-
-    def _groups(
-        self, x: Inputs, parts: list[_Part], adapts: bool = True
-    ) -> list[tuple[dict[str, StreamState], list[int], Step]]:
-        """All groups of the batch: new moments, rows of the batch, and what is returned for them."""
-        self._prove(x)
-        groups: dict[Any, list[_Part]] = {}
-        for part in parts:
-            how, watch = self._one._how(part.now), part.now.watch
-            how = how._replace(few=False) if adapts else StepFlags(resting=how.resting, trusted=how.trusted)
-            asked = how.asking and watch is not None and watch.sums is not None
-            known = part.now.abstention if adapts else None
-            promise = None if known is None else known.promise
-            groups.setdefault((how, len(part.rows), part.now.state is None, asked, promise), []).append(part)
-        prepared = [self._prepared(how, members, x, size) for (how, size, *_), members in groups.items()]
-        runs = [partial(self._ran, how, one, adapts) for (how, *_), one in zip(groups, prepared, strict=True)]
-        compiled = self._one._borrowed.mode.compile  # then each group is a graph of its own
-        outs = [run() for run in runs] if compiled else Rendezvous().run(runs)
-        found = []
-        for (how, size, _, _, promise), one, after in zip(groups, prepared, outs, strict=True):
-            out = Step(*(None if value is None else value.flatten(0, 1) for value in after.out))  # type: ignore[arg-type]
-            moments = self._ended(how, one.parts, after, size) if adapts else {}
-            if promise is not None:
-                out, moments = self._abstaining(promise, moments, out, size)
-            found.append((moments, one.rows, out))
-        return found
-
-    def _abstaining(
-        self, promise: Promise, moments: dict[str, StreamState], out: Step, size: int
-    ) -> tuple[Step, dict[str, StreamState]]:
-        """What a group returns with its abstentions, and its moments with thresholds that follow."""
-        known = [moment.abstention.threshold for moment in moments.values() if moment.abstention is not None]
-        own = [threshold for threshold in known if threshold is not None]
-        thresholds = torch.stack(own) if own else None
-        by_sample = None if thresholds is None else thresholds.repeat_interleave(size)
-        abstain = abstains(promise, self._one._objective, out.logits, by_sample, out.valid)
-        if thresholds is not None:
-            counted = usable(out.logits, out.valid)
-            later = apart(followed(promise, thresholds, abstain.view(-1, size), counted.view(-1, size)))
-            moments = {
-                name: replace(moment, abstention=Abstention(promise, threshold))
-                for (name, moment), threshold in zip(moments.items(), later, strict=True)
-            }
-        return out._replace(abstain=abstain), moments
-
-    def _prepared(self, how: StepFlags, parts: list[_Part], x: Inputs, size: int) -> _Group:
-        """Streams with the same number of samples, ready for a step."""
-        rows = [row for part in parts for row in part.rows]
-        mine = x if rows == list(range(x.size)) else x.take(index(rows, self._one._device))
-        before = self._before(how, parts, size)
-        if before.state is None and "classes" not in self._one._core.fixed:  # found once, by one stream
-            self._one._context(self._one._now, size).classes(mine.take(slice(0, size)))
-        many = mine.map_samples(lambda value: value.view(len(parts), size, *value.shape[1:]))
-        return _Group(parts, rows, before, many)
-
-    def _ran(self, how: StepFlags, group: _Group, adapts: bool) -> StepOutput:
-        """A step of a group; all tensors of the result are (n, ...)."""
-        one = self._one
-        compiled = one._borrowed.mode.compile
-        step = self._many if compiled else StackedTransition(one._core)
-        step.begin(one._core, [(part.now.count, part.method) for part in group.parts])
-        try:
-            if not adapts:
-                return StepOutput(group.before.weights, {}, {}, step.answered(how, group.before, group.x))
-            if compiled:
-                return self._steps.run(how, group.before, group.x, 0, lambda run: run())
-            return step(how, group.before, group.x, 0)
-        except ComeError:
-            raise
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            if "vmap" not in str(error):
-                raise
-            raise ConfigError(
-                f"{one.method.name} cannot run for many streams at once: {str(error).strip().splitlines()[0]}; use one "
-                "adapter for each stream"
-            ) from error
-
-    def _before(self, how: StepFlags, parts: list[_Part], size: int) -> StepInput:
-        """What a step of these streams begins with, (n, ...)."""
-        moments = [part.now for part in parts]
-        rates = tuple(self._one._rate_of(part.now, size, part.method) for part in parts)
-        weights = torch.stack([now.weights for now in moments])
-        key = rates, weights.device, weights.dtype
-        if self._rates is None or self._rates[0] != key:
-            self._rates = key, sent(rates, weights.device, weights.dtype)
-        states = [now.state for now in moments]
-        method = self._one.method
-        own = {name: [getattr(part.method, name) for part in parts] for name in method.by_stream}
-        own = {name: values for name, values in own.items() if set(values) != {getattr(method, name)}}
-        before = StepInput(
-            weights,
-            joined([now.moments for now in moments]),
-            None if states[0] is None else joined(cast("list[dict[str, Tensor]]", states)),
-            self._rates[1],
-            own={name: sent(values, weights.device, weights.dtype) for name, values in own.items()},
-        )
-        watches = [now.watch for now in moments if now.watch is not None]
-        if not watches:
-            return before
-        before = before._replace(history=torch.stack([watch.history for watch in watches]))
-        if not how.asking:
-            return before
-        needed = sent([self._one._needed(watch, size) for watch in watches], weights.device, torch.int64)
-        sums = [watch.sums for watch in watches]
-        known = [value for value in sums if value is not None]
-        return before._replace(needed=needed, sums=torch.stack(known) if known else None)
-
-    def _ended(self, how: StepFlags, parts: list[_Part], after: StepOutput, size: int) -> dict[str, StreamState]:
-        """The moment of each stream after a step: tensors of its own."""
-        weights = apart(after.weights)
-        moments, state = parted(after.moments, len(parts)), parted(after.state, len(parts))
-        history = [None] * len(parts) if after.history is None else apart(after.history)
-        sums = [None] * len(parts) if after.sums is None else apart(after.sums)
-        values, arrived = (None, None) if after.values is None else to_host(after.values)
-        signals = [None] * len(parts) if values is None else values.unbind(0)
-
-        def send(step: int, batch: int, values: Tensor) -> Sent:
-            return Sent(step, batch, values, arrived)
-
-        then = map(StepOutput, weights, moments, state, [after.out] * len(parts), history, sums, signals)
-        return {
-            part.name: self._one._ended(part.now, how, mine, size, send) for part, mine in zip(parts, then, strict=True)
-        }
-
-    def _prove(self, x: Inputs) -> None:
-        """See once that two streams get what each would get alone."""
-        if self._proven or not self._one._borrowed.parameters:
-            return
-        borrowed, source = self._one._borrowed, self._one._core.source
-        pair = x.take(torch.tensor([0, x.size - 1], device=self._one._device)).map_samples(_usable)
-        stack = StackedModel(borrowed)
-        with torch.no_grad():
-            draw = torch.Generator(source.device).manual_seed(0)
-            noise = torch.randn(2, len(source), generator=draw, device=source.device, dtype=source.dtype)
-            weights = source * (1 + 0.3 * noise) + 0.1 * noise.flip(0)
-            apart = pair.map_samples(lambda value: value[:, None])
-            both = over(lambda given, x: stack.call(x, given), weights, apart).flatten(0, 1).float()
-
-            def alone(i: int, given: Tensor) -> Tensor:
-                return logits_of(borrowed.call(pair.take(slice(i, i + 1)), given, None, ()), 1)[0].float()
-
-            own, other = (torch.stack([alone(0, weights[a]), alone(1, weights[1 - a])]) for a in (0, 1))
-            error, effect = (both - own).abs().amax(), (other - own).abs().amax()
-        if not bool(error <= 0.2 * effect + 1e-6):
-            raise ConfigError(
-                f"{type(self._one.model).__name__} does not keep samples in the first dimension of its norm layers, so a "
-                f"fleet cannot tell streams apart (logits off by {float(error):.2g}, where another stream's weights change "
-                f"them by {float(effect):.2g}); use one adapter for each stream"
-            )
-        self._proven = True
 
     def _tell(self, events: list[tuple[str, Event]]) -> None:
         for name, event in events:
             if event.kind == "probabilities" and event.kind in self._warned:  # of the model, not of the stream: once
                 continue
             details = event.details | {"stream": name}
-            failed = self._one._tell([event._replace(message=f"stream {name}: {event.message}", details=details)])
+            failed = report(self._engine, [event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
             if (
                 failed
                 and stream is not None
-                and isinstance(stream.moment, StreamState)
-                and stream.moment.watch is not None
+                and isinstance(stream.state, StreamState)
+                and stream.state.watch is not None
             ):
-                moment = replace(stream.moment, watch=stream.moment.watch.counted(failed))
-                self._streams = self._streams | {name: replace(stream, moment=moment)}
+                state = replace(stream.state, watch=stream.state.watch.counted(failed))
+                self._streams = self._streams | {name: replace(stream, state=state)}
 
     # ---- streams ----
 
@@ -521,17 +319,16 @@ class Fleet:
         """
         name = _name(name)
         with untracked():
-            self._one._check_open()
+            self._check_open()
             if name in self._streams:
                 raise ConfigError(f"stream {name!r} is open already; close() it first, or reset() it")
             self._follow()
             stream = self._new(own)
-            room = len(self._streams) + 1
-            self._check_room(room if self._resident is None else min(room, self._resident))
-            self._streams = self._evicted(self._streams | {name: stream}, keep={name})
+            self._residency.check_room(len(self._streams) + 1, self._streams)
+            self._streams = self._residency.evicted(self._streams | {name: stream}, keep={name})
 
-    def _new(self, own: dict[str, float]) -> _Stream:
-        method = self._one.method
+    def _new(self, own: dict[str, float]) -> Stream:
+        method = self._engine.method
         known = ("lr", *method.by_stream, *(["seed"] if hasattr(method, "seed") else []))
         for key in own:
             if key not in known:
@@ -539,14 +336,16 @@ class Fleet:
                     f"{key!r} of {method.name} cannot differ by stream; what can: {', '.join(known)}. Give it to Fleet()"
                 )
         mine = dataclasses.replace(method, **cast(Any, own)) if own else method
-        return _Stream(mine, dict(own), self._one._first())
+        return Stream(mine, dict(own), self._engine.first())
 
     @exclusive
     def close(self, name: Name | None = None) -> None:
         """Forget a stream; without a name end the fleet. The model is as it was handed in."""
         if name is None:
-            self._one.close()
-            self._streams, self._folder = {}, None
+            self._engine.model.give_back()
+            self._engine.compiled.forget()
+            self._closed, self._streams = True, {}
+            self._residency.close()
             return
         gone = self._known(name)
         self._streams = {one: stream for one, stream in self._streams.items() if one != gone}
@@ -555,17 +354,17 @@ class Fleet:
     def reset(self, name: Name | None = None) -> None:
         """Put a stream, or all, back to the source model."""
         with untracked():
-            self._one._check_open()
+            self._check_open()
             self._follow()
             names = self._streams if name is None else [self._known(name)]
-            anew = {one: replace(self._streams[one], moment=self._anew(self._streams[one])) for one in names}
-            self._streams = self._evicted(self._streams | anew)
+            anew = {one: replace(self._streams[one], state=self._anew(self._streams[one])) for one in names}
+            self._streams = self._residency.evicted(self._streams | anew)
 
-    def _anew(self, stream: _Stream) -> StreamState:
+    def _anew(self, stream: Stream) -> StreamState:
         try:
-            return self._one._begun_anew(self._moment_of(stream))
+            return self._engine.reset(self._residency.state_of(stream))
         except StateError:  # what it was is lost
-            return self._one._first()
+            return self._engine.first()
 
     def __enter__(self) -> Self:
         """Enter a `with` block; at its end the fleet is closed."""
@@ -584,7 +383,7 @@ class Fleet:
         """Counters and gauges of one stream's guard, as `Adapter.health`; without a name those of all, by stream."""
         if name is None:
             return {one: self.health(one) for one in self._streams}
-        return self._streams[self._known(name)].moment.health()
+        return self._streams[self._known(name)].state.health()
 
     @exclusive
     def count(self, name: Name) -> int:
@@ -594,28 +393,29 @@ class Fleet:
     def learning_rate(self, name: Name, batch: int) -> float | None:
         """The learning rate of a stream for so many samples of it, before the guard's factor; None if nothing descends."""
         method = self._streams[self._known(name)].method
-        return method.learning_rate(batch, self._one._borrowed.has_batch_norm) if method.descends else None
+        return method.learning_rate(batch, self._engine.model.has_batch_norm) if method.descends else None
 
     @exclusive
     def adapted_parameters(self, name: Name) -> dict[str, Tensor]:
         """The adapted parameters of a stream by name: copies."""
-        return self._look(name).adapted_parameters
+        weights = self._look(name).weights
+        return {name: value.clone() for name, value in self._engine.model.named(weights).items()}
 
     @exclusive
     def state(self, name: Name) -> dict[str, Tensor]:
         """What the method remembers of a stream: copies."""
-        return self._look(name).state
+        return {name: value.clone() for name, value in (self._look(name).state or {}).items()}
 
-    @exclusive
     @untracked()
-    def _look(self, name: Name) -> Adapter:
-        """The adapter of one stream, as it is now; the stream stays where it is."""
-        return self._view(self._streams[self._known(name)])
+    def _look(self, name: Name) -> StreamState:
+        """The state of a stream where the model is; the stream stays where it is."""
+        return self._residency.state_of(self._streams[self._known(name)])
 
     def __repr__(self) -> str:
         """The adapter, and how many streams."""
-        where = "" if self._resident is None else f", {self._resident} resident"
-        return f"Fleet({len(self._streams)} streams{where}, each {self._one!r})"
+        resident = self._residency.resident
+        where = "" if resident is None else f", {resident} resident"
+        return f"Fleet({len(self._streams)} streams{where}, each {self._engine!r})"
 
     # ---- state ----
 
@@ -649,7 +449,7 @@ class Fleet:
             note: a text of yours that travels with it; `come.state.saving.note_of` reads it from the file.
         """
         with untracked():
-            return saving.packed(self._look(name), note)
+            return saving.packed(self._engine, self._look(name), note, self._streams[self._known(name)].method)
 
     @exclusive
     def load(self, path: str | PathLike[str], name: Name | None = None) -> None:
@@ -658,54 +458,37 @@ class Fleet:
         Without a name: all streams of a folder that `save` wrote. What does not fit changes nothing.
         """
         with untracked():
-            self._one._check_open()
+            self._check_open()
             self._follow()
             if name is not None:
                 name = _name(name)
-                stream = self._streams.get(name) or self._new({})
-                found = {name: replace(stream, moment=self._read(stream, Path(path)))}
+                found = {name: self._read(self._streams.get(name) or self._new({}), Path(path))}
             else:
                 found = {}
                 for one, own in _index_of(Path(path)).items():
-                    stream = self._new(own)
-                    file = Path(path) / file_name(one)
-                    found[one] = replace(stream, moment=self._read(stream, file))
+                    found[one] = self._read(self._new(own), Path(path) / file_name(one))
             others = {one: stream for one, stream in self._streams.items() if one not in found}
-            self._streams = self._evicted(others | found)
+            self._streams = self._residency.evicted(others | found)
 
     def _write(self, name: str, path: Path) -> None:
-        saving.save(self._view(self._streams[name]), path)
+        stream = self._streams[name]
+        saving.save(self._engine, lambda: self._residency.state_of(stream), path, stream.method)
 
-    def _read(self, stream: _Stream, path: Path) -> StreamState:
-        first = replace(stream, moment=self._one._first())
-        return saving.restored(self._view(first), saving.read(path, self._one.method.name))
+    def _read(self, stream: Stream, path: Path) -> Stream:
+        saved = saving.read(path, self._engine.method.name)
+        return replace(stream, state=saving.restored(self._engine, saved, stream.method))
 
     # ---- inside ----
 
-    def _view(self, stream: _Stream) -> Adapter:
-        """The adapter of one stream: all but its moment and its method is that of all."""
-        one, core = object.__new__(Adapter), copy.copy(self._one._core)
-        core.method = stream.method
-        vars(one).update(vars(self._one), _now=self._moment_of(stream), _core=core, method=stream.method)
-        return one
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"this {self._engine.method.name} adapter is closed; adapt() the model again")
 
-    def _moment_of(self, stream: _Stream) -> StreamState:
-        """The moment of a stream where the model is, from disk if it is there."""
-        one, moment = self._one, stream.moment
-        if isinstance(moment, Spilled):
-            first = self._view(replace(stream, moment=one._first()))
-            moment = saving.resumed(first, moment.tensors(one.method.name))
-        return moment if self._at_home(moment) else one._brought(moment)
-
-    def _at_home(self, moment: StreamState) -> bool:
-        """Whether it is where the model is, in its precision."""
-        borrowed = self._one._borrowed
-        return moment.weights.device == borrowed.device and moment.weights.dtype == borrowed.dtype
-
-    def _moment(self, name: str) -> StreamState:
-        moment = self._streams[name].moment
-        assert isinstance(moment, StreamState)
-        return moment
+    def _state(self, name: str) -> StreamState:
+        """Of a stream that was fetched."""
+        state = self._streams[name].state
+        assert isinstance(state, StreamState)
+        return state
 
     def _known(self, name: Name) -> str:
         name = _name(name)
@@ -731,84 +514,28 @@ class Fleet:
         rows: dict[str, list[int]] = {}
         for i, name in enumerate(names):
             rows.setdefault(self._known(name), []).append(i)
-        if self._resident is not None and len(rows) > self._resident:
+        resident = self._residency.resident
+        if resident is not None and len(rows) > resident:
             raise InputError(
-                f"the batch holds samples of {len(rows)} streams, and resident={self._resident} fit on the device; give "
+                f"the batch holds samples of {len(rows)} streams, and resident={resident} fit on the device; give "
                 "smaller batches, or a larger resident"
             )
         return rows
 
     def _ready(self, streams: Any, size: int) -> dict[str, list[int]]:
         """For a batch: its rows by stream, with the state of each where the model is."""
-        self._one._check_open()
+        self._check_open()
         rows = self._rows(streams, size)
         self._follow()
-        self._fetch(list(rows))
-        return rows
-
-    def _fetch(self, names: list[str]) -> None:
-        """Bring the state of these streams to the device, and note that they were used."""
         with untracked():
-            streams = dict(self._streams)
-            for name in names:
-                stream = streams.pop(name)
-                streams[name] = replace(stream, moment=self._moment_of(stream))
-            self._streams = self._evicted(streams, keep=set(names))
-
-    def _evicted(self, streams: dict[str, _Stream], keep: set[str] | None = None) -> dict[str, _Stream]:
-        """These, with the least recently used elsewhere, so that no more than `resident` are on the device."""
-        if self._resident is None:
-            return streams
-        here = [name for name, stream in streams.items() if self._is_here(stream)]
-        for name in here[: max(0, len(here) - self._resident)]:
-            if keep is None or name not in keep:
-                streams[name] = self._put_away(streams[name])
-        return streams
-
-    def _put_away(self, stream: _Stream) -> _Stream:
-        """To disk, or to host memory."""
-        if self._folder is not None:
-            one = self._view(stream)
-            return replace(stream, moment=Spilled(self._folder, saving.packed(one), one.health()))
-        assert isinstance(stream.moment, StreamState)
-        return replace(stream, moment=stream.moment.to(torch.device("cpu"), self._one.method.on_host))
-
-    def _is_here(self, stream: _Stream) -> bool:
-        """Whether it is on the device; without a folder, others are in host memory."""
-        moment = stream.moment
-        if isinstance(moment, Spilled):
-            return False
-        return self._folder is not None or moment.weights.device == self._one._device
+            self._streams = self._residency.fetched(self._streams, list(rows))
+        return rows
 
     def _follow(self) -> None:
         """After the user has moved or cast the model, bring all resident streams along."""
-        one = self._one
-        if one._borrowed.mode.plain and not one._borrowed.fresh():
-            self._steps.forget()
-        if not self._at_home(one._now):  # before the adapter itself: if this is interrupted, it is done again
-            was = one._now.weights.device
-            self._streams = {
-                name: replace(stream, moment=one._brought(stream.moment))
-                if isinstance(stream.moment, StreamState)
-                and (self._folder is not None or stream.moment.weights.device == was)
-                else stream
-                for name, stream in self._streams.items()
-            }
-        one._follow()
-
-    def _check_room(self, streams: int) -> None:
-        """Raise if the state of so many streams cannot be in memory."""
-        one = self._one
-        copies = 1 + sum(value.shape == one._now.weights.shape for value in one._now.moments.values())
-        each = one._now.weights.nbytes * (copies + (2 if one.guard is not None else 0))
-        taken = sum(map(self._is_here, self._streams.values()))
-        free = _free(one._device)
-        if free is not None and (streams - taken) * each > free:
-            raise ConfigError(
-                f"{streams} streams of {each / 2**20:.3g} MB each do not fit into the {free / 2**30:.3g} GB that are free on "
-                f"{one._device}; keep fewer on the device with resident="
-                + ("" if self._folder else ", and the others on disk with folder=")
-            )
+        with untracked():
+            self._streams = self._residency.moved(self._streams)  # first: if this is interrupted, it is done again
+        self._engine.follow(copies=True)
 
 
 INDEX, FORMAT = "fleet.json", "come-fleet-1"
@@ -862,59 +589,3 @@ def file_name(name: str) -> str:
     if len(plain) > 200 or name != name.lower():
         plain = f"{plain[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
     return f"{plain}.safetensors"
-
-
-def _usable(value: Tensor) -> Tensor:
-    """With 0 for what no model can answer."""
-    if not value.is_floating_point():
-        return value
-    return torch.where(value.abs() <= 1e6, value, 0)
-
-
-def _free(device: torch.device) -> int | None:
-    """Bytes that are free there; None if nobody knows."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return None
-
-
-def _in_order(parts: list[tuple[list[int], Step]], size: int) -> Step:
-    """What groups returned, in the order of the batch; what only some return is false, or NaN, for the others."""
-    order = [row for rows, _ in parts for row in rows]
-    columns = list(zip(*(step for _, step in parts), strict=True))
-    whole = [_column(column, [len(rows) for rows, _ in parts]) for column in columns]
-    if order != list(range(size)):
-        back = sorted(range(size), key=order.__getitem__)
-        places = index(back, whole[0].device)  # type: ignore[union-attr]
-        whole = [None if value is None else value.index_select(0, places) for value in whole]
-    return Step(*whole)  # type: ignore[arg-type]
-
-
-def _column(values: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:
-    """One value of all samples, of what each group has returned."""
-    known = next((value for value in values if value is not None), None)
-    if known is None:
-        return None
-    unknown = False if known.dtype == torch.bool else torch.nan
-    parts = zip(values, sizes, strict=True)
-    return torch.cat([known.new_full((size,), unknown) if value is None else value for value, size in parts])
-
-
-def _settled(moment: StreamState | Spilled) -> StreamState | Spilled:
-    """With its signals on the host, for a copy."""
-    if isinstance(moment, Spilled) or moment.watch is None:
-        return moment
-    return replace(moment, watch=moment.watch.settled())
-
-
-def _promising(stream: _Stream, promise: Promise) -> _Stream:
-    """With a new promise; a stream on disk gets it when it comes back."""
-    if isinstance(stream.moment, Spilled):
-        return stream
-    begun = Abstention.begin(promise, stream.moment.weights.device)
-    return replace(stream, moment=replace(stream.moment, abstention=begun))

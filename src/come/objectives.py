@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from come.errors import ConfigError, InputError, require, shown, unknown
 from come.model.inputs import at_least_float32
 from come.registry import Registry, parse
-from come.streams.vmap import has_gradient
 
 Evidence = Literal["exp", "exp-1", "relu", "softplus"]
 
@@ -332,7 +331,7 @@ def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
         raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
     masked = logits.isneginf()
     z = at_least_float32(logits).masked_fill(masked, 0)
-    if freeze_norm and has_gradient(z):  # it changes the gradient alone
+    if freeze_norm and torch.is_grad_enabled():  # it changes the gradient alone
         z = hold_norm(z, p)
     return (z if tau == 1 else z * tau).masked_fill(masked, MASKED)
 

@@ -385,7 +385,7 @@ def _an_invalid_batch_drives_nothing(make: MethodFactory, model: nn.Module) -> N
     _run(method, batches(2, SIZE))
     clean = batches(3, SIZE)[2]
     before, answers = method.state_dict(), method.predict(clean)
-    source = method._core.source
+    source = method._engine.transition.source
     step = method.step(torch.full((2 * SIZE, *SHAPE), torch.nan))
     after = method.state_dict()
     assert step.valid is not None and not step.valid.any(), "a sample that is not finite counts as valid"  # noqa: PT018

@@ -98,7 +98,7 @@ def test_eata(case, recorder, source_batches):
         source=source_batches if case.hyper["fisher"] else None,
     )
     if case.hyper["fisher"]:
-        for name, value in method._borrowed.named(method._core.fixed["fisher"]).items():
+        for name, value in method._engine.model.named(method._engine.transition.fixed["fisher"]).items():
             case.close(f"fisher.{name}", value)
 
     # Count what was selected in every inner step, as the recording does.
@@ -123,7 +123,7 @@ def test_eata(case, recorder, source_batches):
         # Published: the average survives a reset. Ours forgets it, so the leak is put back by hand.
         leaking = method.state
         method.reset()
-        method._now = replace(method._now, state=leaking)
+        method._state = replace(method._state, state=leaking)
         case.close("after_reset_logits", after_reset(method, case))
         if "fresh_logits" in case:
             method.reset()
@@ -283,7 +283,7 @@ def test_cotta(case, monkeypatch):
         logits = inner(ctx, x, weights, **how)
         if weights is None:
             students.append(logits.detach())
-        elif weights is method._core.source and how.get("statistics", "own") == "own":
+        elif weights is method._engine.transition.source and how.get("statistics", "own") == "own":
             confidences.append(logits.softmax(dim=1).amax(dim=1).mean())
         return logits
 
@@ -294,7 +294,7 @@ def test_cotta(case, monkeypatch):
         case.close("student_logits", torch.stack(students))
     student = method.adapted_parameters
     assert list(student) == case.entry["adapted_parameters"]
-    teacher = method._borrowed.named(method.state["teacher"])
+    teacher = method._engine.model.named(method.state["teacher"])
     case.close("student_table", table(student, method.source_parameters))
     case.close("teacher_table", table(teacher, method.source_parameters))
     for kind, values in (("final_student", student), ("final_teacher", teacher)):
@@ -372,15 +372,15 @@ def test_foa(case, source_batches):
         search=lambda dimensions, population, seed: search,
         chunk=16,
     )
-    case.close("source_mean", method._core.fixed["source_mean"])
-    case.close("source_std", method._core.fixed["source_std"])
+    case.close("source_mean", method._engine.transition.fixed["source_mean"])
+    case.close("source_std", method._engine.transition.fixed["source_std"])
     width = case["shift_vector"].shape[1]
     history, best = [], []
     shifts = [torch.zeros(width)]
 
     def each(_):
         history.append(method.state["history"])
-        shifts.append(method._core.fixed["source_mean"][-width:] - history[-1])
+        shifts.append(method._engine.transition.fixed["source_mean"][-width:] - history[-1])
         best.append(method.state["best"][None])
 
     replay(method, case, each)
@@ -456,7 +456,7 @@ def test_memo(case, inputs, monkeypatch):
 
     def watched(ctx, x, weights=None, **how):
         out = forward(ctx, x, weights, **how)
-        if weights is not method._core.source:  # that is the guard's question
+        if weights is not method._engine.transition.source:  # that is the guard's question
             views.append(out)
         return out
 

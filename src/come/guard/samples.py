@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from come.model.inputs import Inputs, at_least_float32
-from come.streams.vmap import stacking
 
 UNUSUAL = 1000.0
 REMEMBERED = 9
@@ -24,7 +23,7 @@ def no_history(device: torch.device) -> Tensor:
     return torch.full((REMEMBERED,), torch.nan, device=device)
 
 
-def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, Tensor]:
+def judge(x: Inputs, history: Tensor, largest: float, branch: bool = False) -> tuple[Inputs, Tensor, Tensor]:
     """Find the invalid samples of a batch and put a valid one in the place of each.
 
     So BatchNorm and sums over the batch stay sound.
@@ -33,6 +32,7 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
         x: the batch.
         history: (9,) typical magnitudes of the last batches.
         largest: the limit on any entry.
+        branch: whether Python may look at values: on a CPU, for one stream, that saves work.
 
     Returns:
         the batch with its invalid samples replaced, the mask (B,) of the valid ones, and the new history.
@@ -47,25 +47,24 @@ def judge(x: Inputs, history: Tensor, largest: float) -> tuple[Inputs, Tensor, T
     judged = [value.detach() for value in given if value.is_floating_point()]
     if not judged:
         return x, torch.ones(x.size, dtype=torch.bool, device=given[0].device), history
-    sizes = _magnitude(judged[0], len(given) > 1)
+    sizes = _magnitude(judged[0], len(given) > 1, branch)
     for value in judged[1:]:
-        sizes = torch.maximum(sizes, _magnitude(value, True).to(sizes))
+        sizes = torch.maximum(sizes, _magnitude(value, True, branch).to(sizes))
     sizes = sizes.to(history)
     finite = sizes.isfinite()
-    middle = _median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
+    median = Tensor.nanmedian if branch else _median
+    middle = median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
     history = torch.cat([history[1:], torch.where(middle.isnan(), history[-1], middle)[None]])
-    usual = _median(history)
+    usual = median(history)
     valid = finite & (sizes <= largest) & ~(sizes > UNUSUAL * usual)
-    return _replaced(x, valid), valid, history
+    return _replaced(x, valid, branch), valid, history
 
 
 def _median(values: Tensor) -> Tensor:
-    """Median (0-d) of the entries that are not NaN, the lower of two; NaN if there are none."""
-    return values.nanmedian() if _looks(values) else _median_by_rank(values)
+    """Median (0-d) of the entries that are not NaN, the lower of two; NaN if there are none.
 
-
-def _median_by_rank(values: Tensor) -> Tensor:
-    """The same without a wait, as `torch.nanmedian` has on a GPU, and without sorting, which a compiler cannot fuse."""
+    `torch.nanmedian` waits on a GPU, and a compiler cannot fuse its sort.
+    """
     known, place = ~values.isnan(), torch.arange(len(values), device=values.device)
     v = torch.where(known, values, torch.inf)  # last
     smaller = (v < v[:, None]) | ((v == v[:, None]) & (place < place[:, None]))
@@ -73,28 +72,23 @@ def _median_by_rank(values: Tensor) -> Tensor:
     return torch.where(smaller.sum(dim=1) == middle, values, 0).sum()
 
 
-def _looks(values: Tensor) -> bool:
-    """Whether looking at values costs nothing: on a CPU, and for one stream."""
-    return values.device.type == "cpu" and not stacking()
-
-
-def _magnitude(value: Tensor, may_mask: bool) -> Tensor:
+def _magnitude(value: Tensor, may_mask: bool, branch: bool) -> Tensor:
     """Largest entry of each sample by size, (B,); NaN where there is one; 0 for a mask, if it may be one."""
     flat = at_least_float32(value)[:, None].flatten(1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
     low, high = flat.amin(dim=1), flat.amax(dim=1)  # on a CPU many times faster than aminmax
     found = torch.maximum(high, -low)
-    if may_mask and value.ndim in (2, 3, 4) and not (_looks(low) and bool((low >= -1e4).all())):
+    if may_mask and value.ndim in (2, 3, 4) and not (branch and bool((low >= -1e4).all())):
         # an additive attention mask: zeros, and -inf or the like
         mask = ((flat == 0) | (flat <= -1e4)).all() & (low < -1e4).any()
         found = torch.where(mask, 0, found)
     return found
 
 
-def _replaced(x: Inputs, valid: Tensor) -> Inputs:
+def _replaced(x: Inputs, valid: Tensor, branch: bool) -> Inputs:
     """The batch with the first valid sample in the place of each invalid one; zeros if there is none."""
-    if _looks(valid) and bool(valid.all()):
+    if branch and bool(valid.all()):
         return x
     good, some = valid.to(torch.uint8).argmax().view(1), valid.any()
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from come.errors import require, require_int
 from come.images.augment import Augment, jitter
 from come.images.normalization import MeanStd, Normalization
-from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
+from come.method import Context, Frozen, Method, Step, converted, masked_mean, register
 from come.model.batchnorm import by_group
 from come.model.inputs import Inputs, at_least_float32
 from come.select import Selector, layers
@@ -113,7 +113,7 @@ class CoTTA(Method):
         loss = self.objective.consistency(student, target, symmetric=True)
         ctx.descend(masked_mean(loss, ctx.valid), go=ctx.valid.any())
         ctx.state["teacher"] = torch.lerp(ctx.state["teacher"], ctx.weights.detach(), 1 - self.alpha)
-        ctx.weights = leaf(torch.where(self._restored(ctx), ctx.source, ctx.weights))
+        ctx.weights = ctx.leaf(torch.where(self._restored(ctx), ctx.source, ctx.weights))
         return Step(target, loss, ctx.valid)
 
     def _target(self, ctx: Context, x: Inputs) -> Tensor:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from come.errors import require
 from come.images.augment import Augment, jitter
 from come.images.normalization import MeanStd, Normalization
-from come.method import Context, Method, Step, converted, leaf, masked_mean, register
+from come.method import Context, Method, Step, converted, masked_mean, register
 from come.model.inputs import Inputs, at_least_float32
 
 
@@ -108,7 +108,7 @@ class ROID(Method):
             loss = loss + self.objective.consistency(ctx.forward(x.with_image(view)), logits, symmetric=True)
         used = weight > 0
         ctx.descend((weight * loss).sum() / len(weight), go=used.any())
-        ctx.weights = leaf(torch.lerp(ctx.weights, ctx.source, 1 - self.momentum))
+        ctx.weights = ctx.leaf(torch.lerp(ctx.weights, ctx.source, 1 - self.momentum))
         return Step(self._corrected(logits.detach()), loss, used)
 
     def _weight(self, ctx: Context, probability: Tensor, entropy: Tensor) -> Tensor:

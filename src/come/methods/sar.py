@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from come.errors import require
-from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.method import Context, Method, Step, masked_mean, register
 from come.model.inputs import Inputs
 from come.select import Selector, norm_affine
 
@@ -82,7 +82,7 @@ class SAR(Method):
         reliable = ctx.valid & (entropy < margin)
         again = ctx.again(x, reliable, logits)
         slope = ctx.gradient(masked_mean(entropy if again is None else self.objective.entropy(again), reliable))
-        climbed = leaf(ctx.weights + slope * (self.rho / (torch.linalg.vector_norm(slope) + 1e-12)))
+        climbed = ctx.leaf(ctx.weights + slope * (self.rho / (torch.linalg.vector_norm(slope) + 1e-12)))
 
         perturbed = self.objective.entropy(ctx.forward_where(x, reliable, climbed))
         used = reliable & (perturbed < margin)

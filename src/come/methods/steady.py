@@ -49,7 +49,7 @@ from torch import Tensor
 
 from come import objectives
 from come.errors import ModelError, require, require_int
-from come.method import Context, Frozen, Method, Step, converted, leaf, masked_mean, register
+from come.method import Context, Frozen, Method, Step, converted, masked_mean, register
 from come.model.inputs import Inputs, at_least_float32
 from come.objectives import Objective, Softmax
 
@@ -138,7 +138,7 @@ class Steady(Method):
         length = scale * torch.linalg.vector_norm(ctx.source) / torch.linalg.vector_norm(gradient).clamp_min(1e-30)
         ctx.descend_along(gradient * length.to(gradient), go=some & (scale > 0))
         back = 1 - (1 - self.pull) ** part
-        ctx.weights = leaf(torch.where(some, ctx.weights + back * (ctx.source - ctx.weights), ctx.weights))
+        ctx.weights = ctx.leaf(torch.where(some, ctx.weights + back * (ctx.source - ctx.weights), ctx.weights))
         ctx.state |= {name: torch.where(some, value, ctx.state[name]) for name, value in later.items()}
         return Step(answer.to(logits.dtype), entropy, ctx.valid)
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import require
-from come.method import Context, Method, Step, leaf, masked_mean, register
+from come.method import Context, Method, Step, masked_mean, register
 from come.model.heads import Head
 from come.model.inputs import Inputs, at_least_float32
 
@@ -82,7 +82,7 @@ class ZeroSiam(Method):
         some = ctx.valid.any()
 
         # The same loss again for P alone: its gradient ends at the features, so it costs two small products.
-        before = leaf(ctx.state["predictor"])
+        before = ctx.leaf(ctx.state["predictor"])
         slope = ctx.gradient(masked_mean(self._loss(ctx, features.detach(), before, target), ctx.valid), before)
         with torch.no_grad():
             velocity = self.momentum * ctx.state["velocity"] + slope.to(before)

@@ -1,11 +1,11 @@
-"""A user's model, borrowed: called with other weights and statistics, and found as it was after every call.
+"""`FunctionalModel`: runs the user's model with substituted weights and statistics, and restores it.
 
 The parameters and buffers of the model are never written. Adapted weights live in one float32 vector (P,), whatever the
 precision of the model; for the length of a call tensors cut from it stand in the place of the model's own.
 
-Before anything in the model is changed, parameters, buffers, flags or hooks, a line that undoes it is put on a list. Undoing
-a line twice does no harm, and it leaves the list after it is undone. So an interrupt can strike anywhere, in torch and in
-`give_back` itself: the next `give_back` does the rest.
+Before anything in the model is changed (parameters, buffers, flags, hooks), a line that undoes it is put on a list. Undoing a
+line twice does no harm, and a line leaves the list only after it is undone. So an interrupt can strike anywhere, in torch and
+in `give_back` itself: the next `give_back` does the rest.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import setitem
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from come.errors import ConfigError, InputError, ModelError, shown, warn
+from come.errors import InputError, ModelError, warn
 from come.model.batchnorm import (
     WITHOUT_STATISTICS,
     Layer,
@@ -32,12 +32,14 @@ from come.model.batchnorm import (
 )
 from come.model.copies import OUT_OF_REACH, Function, Mode, ModelCopies, ModelCopy, Place, UncopiedError, fused
 from come.model.inputs import Arguments, Inputs, Key, checked, expected_dims
+from come.model.parameters import Slot, buffers_of, selected, slots_of
 from come.select import BATCH_NORMS, Selector, is_norm
 from come.streams.norms import Block
 
 if TYPE_CHECKING:
     from come.model.ranks import Part, Ranks
 
+T = TypeVar("T")
 ALIGNED = 64
 """Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
 
@@ -52,15 +54,6 @@ HOOKS = (
     "_backward_hooks",
 )
 """Where a module keeps the hooks that run with it."""
-
-
-class Slot(NamedTuple):
-    """A place in the model that holds a parameter or buffer."""
-
-    name: str
-    owner: nn.Module
-    attribute: str
-    value: Any
 
 
 class FunctionalModel:
@@ -85,13 +78,13 @@ class FunctionalModel:
         per_sample: Collection[Key] | None = None,
     ) -> None:
         self.model, self.mode, self._arguments = model, mode or Mode(), Arguments(model, per_sample)
-        self.parameters = _selected(model, select, method, descends)
+        self.parameters = selected(model, select, method, descends)
         """The adapted parameters by name, the user's own."""
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
         self._room = [-(-p.numel() // ALIGNED) * ALIGNED for p in self.parameters.values()]
         self._number = {id(p): i for i, p in enumerate(self.parameters.values())}
         self._params = list(model.parameters())
-        self._slots, self._links = _slots(model, self._number)
+        self._slots, self._links = slots_of(model, self._number)
         self._versions = self._read_versions()
         self._modules = list(model.modules())
         self._names = frozenset(slot.name for slot in self._slots)
@@ -104,7 +97,7 @@ class FunctionalModel:
             for name, p in norm.named_parameters(recurse=False)
         ]
         """Weights and biases of BatchNorm layers, adapted or not."""
-        self._buffers = _buffers(model)
+        self._buffers = buffers_of(model)
         self._watched = self._written_by_forward()
         self._copies: dict[int, tuple[Tensor, int, Tensor, int]] = {}
         """By identity: a buffer of the model, its version, the copy that the forward sees, and its version."""
@@ -165,6 +158,25 @@ class FunctionalModel:
         """How large a weight may be, with room to spare: in half precision an overflow is near."""
         return min((torch.finfo(p.dtype).max / 1e3 for p in self.parameters.values()), default=torch.inf)
 
+    # ---- gradients and random numbers of one stream; `come.streams.transition.StackedModel` has those of many ----
+
+    def leaf(self, values: Tensor) -> Tensor:
+        """`values` as a tensor of its own that gradients can be taken with respect to."""
+        return values.detach().requires_grad_()
+
+    def gradient(self, loss: Tensor, weights: Tensor) -> Tensor | None:
+        """Gradient (P,) of the scalar `loss`; None if it does not depend on `weights`."""
+        return torch.autograd.grad(loss, weights, allow_unused=True)[0] if loss.requires_grad else None
+
+    def drawn(self, draw: Callable[[Tensor, Any], Tensor], values: Tensor, generator: Any) -> Tensor:
+        """What `draw(values, generator)` returns."""
+        return draw(values, generator)
+
+    @property
+    def may_branch(self) -> bool:
+        """Whether Python may look at values within a step: on a CPU that costs nothing."""
+        return self.device.type == "cpu"
+
     # ---- has the user changed the model? ----
 
     def _read_versions(self) -> list[int]:
@@ -205,7 +217,20 @@ class FunctionalModel:
         """The arguments of a call as a batch, checked; `empty`: whether it may hold no sample."""
         return checked(self._arguments.of(args, kwargs or {}), empty)
 
-    def prepare(self) -> None:
+    def borrow(self, call: Callable[[], T]) -> T:
+        """Call something that runs the model: with gradients on, in evaluation mode; the model is restored afterwards."""
+        self.check_unchanged()
+        try:
+            try:
+                with torch.enable_grad(), self.mode.active():
+                    self._prepare()
+                    return call()
+            finally:
+                self.give_back()
+        finally:  # again, in case an interrupt struck in the line above
+            self.give_back()
+
+    def _prepare(self) -> None:
         """For the length of a step: evaluation mode, and no gradients for what does not adapt. `give_back` ends it."""
         for module in self._modules:
             if module.training:
@@ -376,8 +401,8 @@ class FunctionalModel:
         """The name of an adapted parameter that does not belong to a normalization layer, if there is one."""
         return next((slot.name for slot in self._slots if not is_norm(slot.owner)), None)
 
-    def fresh(self) -> bool:
-        """Whether stand-ins still follow the model; if it was moved, cast or loaded since, they are dropped."""
+    def drop_stale_copies(self) -> bool:
+        """Drop the copies of a model that was moved, cast or loaded since the last call; returns whether it was."""
         layers = tuple(id(child) for module in self._modules for child in module._modules.values())
         values = tuple(
             (t.data_ptr(), t._version)
@@ -387,8 +412,8 @@ class FunctionalModel:
         )
         now = (layers, values)
         self._stand_ins.follow(now)
-        same, self._built_from = now == self._built_from, now
-        return same
+        stale, self._built_from = now != self._built_from, now
+        return stale
 
     def _written_by_forward(self) -> list[Slot]:
         """Buffers that a forward in evaluation mode might write to; those of BatchNorm it does not."""
@@ -494,86 +519,3 @@ def _cut(part: Tensor, shape: torch.Size) -> Tensor:
     """The parameter of that shape at the beginning of a part of the vector, in as few operations as possible."""
     part = part if len(part) == shape.numel() else part[: shape.numel()]
     return part if part.shape == shape else part.view(shape)
-
-
-def _selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:
-    """The parameters that `select` names in `model`, after checking that the model can be adapted at all."""
-    kind = type(model).__name__
-    if isinstance(model, (nn.DataParallel, torch.jit.ScriptModule)):
-        raise ModelError(
-            f"{kind} cannot be called with other weights; adapt the plain module in it (for DataParallel: model.module)"
-        )
-    for name, p in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise ModelError(f"{name!r} of {kind} is not initialized (a lazy module); call the model on a batch first")
-        if p.is_meta:
-            raise ModelError(f"{name!r} of {kind} is on the meta device and has no values; load the weights first")
-        if p.is_inference():
-            raise ModelError(
-                f"{name!r} of {kind} was made under torch.inference_mode and can never have a gradient; build or load the "
-                "model outside of it"
-            )
-        if p.is_floating_point() and not p.detach().isfinite().all():
-            raise ModelError(f"{name!r} of {kind} is not finite; load sound weights before adapt()")
-    if not callable(select):
-        raise ConfigError(
-            f"select must be a function from a model to a dict of its parameters by name, got {shown(select)}"
-        )
-    chosen = select(model)
-    if not isinstance(chosen, dict):
-        raise ConfigError(f"select must return a dict of parameters by name, got {type(chosen).__name__}")
-    known = dict(model.named_parameters(remove_duplicate=False))
-    for name, p in chosen.items():
-        if known.get(name) is not p:
-            raise ConfigError(f"select chose {name!r}, which is not a parameter of {kind}")
-        if not p.is_floating_point():
-            raise ConfigError(f"select must choose floating-point parameters, got {name!r} of type {p.dtype}")
-    if descends and not chosen:
-        raise ModelError(
-            f"{method} has nothing to adapt: {select!r} finds no parameter in {kind}. It needs normalization layers with "
-            "weights; or choose what adapts yourself, e.g. select=come.select.everything()"
-        )
-    first: dict[int, str] = {}
-    for name, p in chosen.items():
-        first.setdefault(id(p), name)  # a parameter under two names is one parameter
-    return {name: chosen[name] for name in first.values()}
-
-
-Links = dict[str, tuple[nn.Module, str, nn.Module]]
-"""(parent, name, child) by path."""
-
-
-def _slots(model: nn.Module, adapted: dict[int, int]) -> tuple[list[Slot], Links]:
-    """Every place of an adapted parameter, each module once, and the chain of modules that leads to it."""
-    paths = {module: path for path, module in model.named_modules()}
-    slots = [
-        Slot(f"{path}.{name}" if path else name, module, name, p)
-        for module, path in paths.items()
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-        if id(p) in adapted
-    ]
-    by_path = {path: module for module, path in paths.items()}
-    links: Links = {}
-    for slot in slots:
-        path = slot.name.rpartition(".")[0]
-        while path and path not in links:
-            parent, _, name = path.rpartition(".")
-            links[path] = (by_path[parent], name, by_path[path])
-            path = parent
-    return slots, links
-
-
-def _buffers(model: nn.Module) -> list[Slot]:
-    """Every place of a buffer, each module once."""
-    return [
-        Slot(f"{path}.{name}" if path else name, module, name, value)
-        for path, module in model.named_modules()
-        for name, value in _own_buffers(module)
-    ]
-
-
-def _own_buffers(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    found: dict[str, Tensor | None] = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-    if isinstance(module, BATCH_NORMS):  # these may be None, and take part all the same
-        found |= {name: getattr(module, name) for name in ("running_mean", "running_var")}
-    return list(found.items())

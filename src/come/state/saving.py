@@ -1,4 +1,4 @@
-"""The state of an adapter as a flat dictionary of tensors, and as a safetensors file.
+"""The state of a stream as a flat dictionary of tensors, and as a safetensors file.
 
 weights            (P,) adapted weights
 moment.<name>      moments of the optimizer
@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,21 +32,22 @@ from torch import Tensor, nn
 from come.abstain import Abstention, Promise
 from come.errors import StateError, saved_number
 from come.guard.watch import MOST, Watch
-from come.method import untracked
+from come.method import Method
 from come.model.ranks import Ranks
 from come.optim import adam, sgd
 from come.state.files import replacing, unwritable
 from come.state.hub import Place
+from come.step.context import untracked
+from come.step.state import StreamState
 
 if TYPE_CHECKING:
-    from come.adapter import Adapter, StreamState
+    from come.step.engine import Engine
 
 FORMAT, VERSION = "come-state", 7
 
 
-def collect(adapter: Adapter) -> dict[str, Tensor]:
-    """State of `adapter` as copied tensors."""
-    now = adapter._now
+def collect(engine: Engine, now: StreamState, method: Method | None = None) -> dict[str, Tensor]:
+    """A stream's state as copied tensors; `method` is the stream's, if it differs from the engine's."""
     saved = {"weights": now.weights, "count": torch.tensor(now.count)}
     saved["selected"] = torch.tensor(now.selected, dtype=torch.float64)
     saved |= {f"moment.{name}": value for name, value in now.moments.items()}
@@ -56,10 +57,10 @@ def collect(adapter: Adapter) -> dict[str, Tensor]:
     known = now.abstention
     if known is not None and known.threshold is not None:
         saved["threshold"] = known.threshold
-    about = configuration(adapter) | {"tensors": {name: _kind(value) for name, value in saved.items()}}
+    about = configuration(engine, method) | {"tensors": {name: _kind(value) for name, value in saved.items()}}
     about["promise"] = None if known is None else asdict(known.promise)
     saved["configuration"] = _bytes(json.dumps(about, sort_keys=True).encode())
-    saved["fingerprint"] = _bytes(fingerprint(adapter))
+    saved["fingerprint"] = _bytes(fingerprint(engine))
     return {name: value.detach().clone() for name, value in saved.items()}
 
 
@@ -71,26 +72,26 @@ def _bytes(data: bytes) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def restored(adapter: Adapter, saved: Mapping[str, Tensor]) -> StreamState:
-    """The moment that `saved` describes; if anything does not fit, raise and change nothing."""
+def restored(engine: Engine, saved: Mapping[str, Tensor], method: Method | None = None) -> StreamState:
+    """The state that `saved` describes; raises if anything does not fit."""
     for name in ("weights", "count", "selected", "configuration", "fingerprint"):
         if name not in saved:
             raise StateError(f"this is not the state of an adapter: {name!r} is missing")
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise StateError(f"{name!r} of the state must be a tensor, got {type(value).__name__}")
-    _same_configuration(adapter, saved)
-    if not torch.equal(saved["fingerprint"].cpu(), _bytes(fingerprint(adapter))):
+    _same_configuration(configuration(engine, method), saved)
+    if not torch.equal(saved["fingerprint"].cpu(), _bytes(fingerprint(engine))):
         raise StateError(
-            f"this state belongs to another source model than this {type(adapter.model).__name__}, or to other source data; "
-            "load the weights that the adapter was made with"
+            f"this state belongs to another source model than this {type(engine.user_model).__name__}, or to other source "
+            "data; load the weights that the adapter was made with"
         )
-    return resumed(adapter, saved)
+    return resumed(engine, saved)
 
 
-def resumed(adapter: Adapter, saved: Mapping[str, Tensor]) -> StreamState:
-    """The same for a state that this adapter has put away itself; its model may have been moved or cast since."""
-    now, rule = adapter._now, adapter._core.rule
+def resumed(engine: Engine, saved: Mapping[str, Tensor]) -> StreamState:
+    """The same for a state that this process has put away itself; the model may have been moved or cast since."""
+    now, rule = engine.first(), engine.transition.rule
     parts: dict[str, dict[str, Tensor]] = {"moment": {}, "state": {}, "guard": {}}
     for key, value in saved.items():
         kind, _, name = key.partition(".")
@@ -114,8 +115,8 @@ def resumed(adapter: Adapter, saved: Mapping[str, Tensor]) -> StreamState:
             raise StateError(f"{name!r} of the state must be float of shape {tuple(shape)}, got {_kind(saved[name])}")
     count = int(saved_number("count", saved["count"], 0, MOST, whole=True))
     watch = None
-    if adapter.guard is not None:
-        watch = Watch.of(parts["guard"], adapter.guard, now.weights)
+    if engine.guard is not None:
+        watch = Watch.of(parts["guard"], engine.guard, now.weights)
     moment = replace(
         now,
         weights=saved["weights"].to(now.weights).clone(),
@@ -124,9 +125,9 @@ def resumed(adapter: Adapter, saved: Mapping[str, Tensor]) -> StreamState:
         count=count,
         watch=watch,
         selected=saved_number("selected", saved["selected"], 0, 1),
-        abstention=_abstention(adapter, _about(saved)[2], saved.get("threshold")),
+        abstention=_abstention(engine, _about(saved)[2], saved.get("threshold")),
     )
-    return moment.to(adapter._device, adapter.method.on_host)
+    return moment.to(engine.device, engine.method.on_host)
 
 
 def _is_finite(value: Tensor) -> bool:
@@ -136,16 +137,16 @@ def _is_finite(value: Tensor) -> bool:
         return False
 
 
-def _abstention(adapter: Adapter, promise: Promise | None, threshold: Tensor | None) -> Abstention | None:
-    """What the adapter has promised itself, else what the state brings; a threshold goes on if it is of the same promise."""
-    mine = adapter._promise or promise
+def _abstention(engine: Engine, promise: Promise | None, threshold: Tensor | None) -> Abstention | None:
+    """What was promised here, else what the state brings; a threshold goes on if it is of the same promise."""
+    mine = engine.promise or promise
     if mine is None or mine != promise or threshold is None:
-        return None if mine is None else Abstention.begin(mine, adapter._device)
+        return None if mine is None else Abstention.begin(mine, engine.device)
     if not mine.rate or threshold.ndim or not threshold.isfinite():
         raise StateError(
             f"'threshold' of the state must be one finite number, of a promise that follows, got {threshold}"
         )
-    return Abstention(mine, threshold.clone()).to(adapter._device)
+    return Abstention(mine, threshold.clone()).to(engine.device)
 
 
 def _about(saved: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str], Promise | None]:
@@ -158,10 +159,10 @@ def _about(saved: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str],
         raise StateError(f"the configuration in this state cannot be read: {error}") from error
 
 
-def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> None:
+def _same_configuration(configuration: dict[str, Any], saved: Mapping[str, Tensor]) -> None:
     """Raise `StateError` unless the state is whole, and of an adapter of the same configuration."""
     theirs, tensors, _ = _about(saved)
-    mine = json.loads(json.dumps(configuration(adapter)))
+    mine = json.loads(json.dumps(configuration))
     differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
     if differ:
         key = sorted(differ, key=lambda k: (k != "method", k))[0]
@@ -177,23 +178,23 @@ def _same_configuration(adapter: Adapter, saved: Mapping[str, Tensor]) -> None:
             )
 
 
-def configuration(adapter: Adapter) -> dict[str, Any]:
+def configuration(engine: Engine, method: Method | None = None) -> dict[str, Any]:
     """What decides the numbers beside the model: method, hyperparameters, objective, guard."""
-    method = adapter.method
+    method = method or engine.method
     found: dict[str, Any] = {"method": method.name}
     for name in method.hyperparameters():
         if name not in method.once:
             found[name] = _described(getattr(method, name, None))
     found["guard"] = None
-    if adapter.guard is not None:
-        found["guard"] = {key: value for key, value in asdict(adapter.guard).items() if key != "on_event"}
+    if engine.guard is not None:
+        found["guard"] = {key: value for key, value in asdict(engine.guard).items() if key != "on_event"}
     return found
 
 
-def agree(adapter: Adapter, ranks: Ranks) -> None:
+def agree(engine: Engine, ranks: Ranks) -> None:
     """Raise `ConfigError` unless all ranks adapt the same model in the same way; see `Ranks.agree`."""
-    about = json.dumps(configuration(adapter), sort_keys=True)
-    ranks.agree(adapter._core.fixed, about, lambda: fingerprint(adapter), adapter._device)
+    about = json.dumps(configuration(engine), sort_keys=True)
+    ranks.agree(engine.transition.fixed, about, lambda: fingerprint(engine), engine.device)
 
 
 def _described(value: Any) -> Any:
@@ -214,26 +215,29 @@ def _described(value: Any) -> Any:
     return [type(value).__qualname__, inside]
 
 
-def save(adapter: Adapter, path: str | os.PathLike[str]) -> None:
-    """Write the state of `adapter` to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
+def save(
+    engine: Engine, state: Callable[[], StreamState], path: str | os.PathLike[str], method: Method | None = None
+) -> None:
+    """Write a stream's state to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
     place = Place.of(path)
 
     @untracked()
     def pack() -> tuple[bytes, int]:
-        data = packed(adapter)
+        now = state()
+        data = packed(engine, now, method=method)
         if place is None:
             put(Path(path), data)
-        return data, adapter.count
+        return data, now.count
 
-    data, count = adapter._lock.run(pack)
+    data, count = engine.lock.run(pack)
     if place is not None:  # an upload may take long, and nobody has to wait for it
-        place.upload(data, f"State of {adapter.method.name} after {count} batches")
+        place.upload(data, f"State of {engine.method.name} after {count} batches")
 
 
-def packed(adapter: Adapter, note: str = "") -> bytes:
+def packed(engine: Engine, state: StreamState, note: str = "", method: Method | None = None) -> bytes:
     """What `save` writes. `note` is a text of the caller's that travels with it; `note_of` reads it."""
-    tensors = {name: value.contiguous() for name, value in collect(adapter).items()}
-    about = {"format": FORMAT, "version": str(VERSION), "method": adapter.method.name, "note": note}
+    tensors = {name: value.contiguous() for name, value in collect(engine, state, method).items()}
+    about = {"format": FORMAT, "version": str(VERSION), "method": engine.method.name, "note": note}
     return serialized(
         tensors, metadata=about | {"sha256": _digest(tensors, about)}
     )  # safetensors' own save_file writes to a name of its own first
@@ -298,15 +302,15 @@ def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(adapter: Adapter) -> bytes:
+def fingerprint(engine: Engine) -> bytes:
     """SHA-256 over every value of the source model, and over what `setup` has found in source data.
 
     Taken once for each version of the model's tensors: reading hundreds of megabytes takes a second.
     """
-    model = adapter.model
+    model = engine.user_model
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     known = [(id(value), value._version, value.device, value.dtype) for _, value in tensors]
-    found = adapter._fingerprint
+    found = engine.fingerprint
     if found.get("known") != known:
         digest = hashlib.sha256()
         for name, value in tensors:
@@ -315,7 +319,7 @@ def fingerprint(adapter: Adapter) -> bytes:
         for name, value in _beside_tensors(model):
             digest.update(name.encode())
             digest.update(_pickled(name, value))
-        for name, value in sorted(adapter._core.fixed.items()):
+        for name, value in sorted(engine.transition.fixed.items()):
             if isinstance(value, Tensor):
                 digest.update(f"{name} {tuple(value.shape)}".encode())
                 digest.update(_raw(value))

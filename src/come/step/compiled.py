@@ -16,16 +16,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 
 from come.errors import ComeError, warn
-from come.method import NotCapturable, Written, undo
 from come.model.copies import room
 from come.model.inputs import Inputs
 from come.state.trees import leaves, like, signature
-from come.step.transition import StepFlags, StepInput, StepOutput, Transition
+from come.step.context import NotCapturable, Written, undo
+from come.step.state import StepFlags, StepInput, StepOutput
+from come.step.transition import Run, Transition
 
 if TYPE_CHECKING:
     from come.streams.transition import StackedTransition
@@ -35,19 +36,13 @@ SHAPES = 8
 RECENT = 16
 """A shape that comes again within so many batches is compiled."""
 
-Running = Callable[[Callable[[], StepOutput]], StepOutput]
-"""Runs a function while the model is borrowed."""
+AnyTransition = Union[Transition, "StackedTransition"]
 
 
-class StepRunner:
-    """The steps of one adapter: as they are, compiled, or captured.
+class CompiledSteps:
+    """Runs the steps of one model compiled, and on a GPU as CUDA graphs."""
 
-    Args:
-        step: what computes one.
-    """
-
-    def __init__(self, step: Transition | StackedTransition) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._recent: deque[Any] = deque(maxlen=RECENT)
         """Shapes of the batches before."""
         self._shapes: set[Any] = set()
@@ -57,30 +52,30 @@ class StepRunner:
         self._works = self._capture = True
         """Whether `torch.compile` works on this model, and whether a step can be captured, as far as is known."""
 
-    def run(self, how: StepFlags, before: StepInput, x: Inputs, count: int, running: Running) -> StepOutput:
+    def run(self, step: AnyTransition, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> StepOutput:
         """One step."""
-        step = self._step
 
         def compute() -> StepOutput:
-            step.seed(count)
-            return step(how, before, x, count)
+            step.seed(run)
+            return step(flags, given, x, run)
 
-        if not (step.model.mode.compile and self._works and self._divides() and self._compiles(x)):
-            return running(compute)
-        if not self._captures(before, x):
-            return self._compiled(compute, running)
-        key = signature((how, before, x, _autocast()))
+        if not (self._works and self._divides(step) and self._compiles(step, x)):
+            return step.borrow(compute)
+        if not self._captures(step, given, x):
+            return self._compiled(step, compute, run)
+        key = signature((flags, given, x, _autocast()))
         try:
             if key not in self._graphs:
-                self._graphs[key] = self._captured(how, before, x, running)
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                self._graphs[key] = CapturedGraph(self._compiled, step, flags, given, x, run, self._pool)
         except ComeError:
             raise
         except (NotCapturable, RuntimeError) as reason:
-            undo(step.written)
-            self._no_graph(str(reason).strip().splitlines()[0])
-            return self._compiled(compute, running)
-        step.seed(count)
-        return self._graphs[key].replay(before, x, step.written)
+            undo(run.written)
+            self._no_graph(step, str(reason).strip().splitlines()[0])
+            return self._compiled(step, compute, run)
+        step.seed(run)
+        return self._graphs[key].replay(given, x, run.written)
 
     def forget(self) -> None:
         """Give all graphs up: the model was moved, cast or loaded, and what was captured is of another one."""
@@ -88,7 +83,7 @@ class StepRunner:
         self._shapes.clear()
         self._recent.clear()
 
-    def _compiles(self, x: Inputs) -> bool:
+    def _compiles(self, step: AnyTransition, x: Inputs) -> bool:
         """Whether this batch is of the first shape, or of one that has come not long ago."""
         shape = signature(x)
         due = not self._recent or shape in self._recent
@@ -97,61 +92,60 @@ class StepRunner:
             if len(self._shapes) < SHAPES:
                 self._shapes.add(shape)
             else:
-                self._say(f"{SHAPES} shapes of batch are compiled; others run as they are: pad batches to few sizes")
+                self._say(
+                    step, f"{SHAPES} shapes of batch are compiled; others run as they are: pad batches to few sizes"
+                )
         return shape in self._shapes
 
-    def _divides(self) -> bool:
+    def _divides(self, step: AnyTransition) -> bool:
         """Whether calls that are divided over ranks can be compiled."""
-        if self._step.model.ranks is None or not self._step.on_batch:
+        if step.model.ranks is None or not step.on_batch:
             return True
-        self._say("not compiled, since the ranks exchange statistics of the batch in BatchNorm layers")
+        self._say(step, "not compiled, since the ranks exchange statistics of the batch in BatchNorm layers")
         return False
 
-    def _captures(self, before: StepInput, x: Inputs) -> bool:
-        device = self._step.model.device
-        if not self._capture or device.type != "cuda" or before.state is None:
+    def _captures(self, step: AnyTransition, given: StepInput, x: Inputs) -> bool:
+        device = step.model.device
+        if not self._capture or device.type != "cuda" or given.state is None:
             return False
-        elsewhere = any(t.device != device for t in leaves((before, x)))
-        divided = "the ranks exchange logits in it" if self._step.model.ranks is not None else ""
-        if waits := self._step.method.waits or divided or ("part of its memory is on the CPU" if elsewhere else ""):
-            self._no_graph(waits)
+        elsewhere = any(t.device != device for t in leaves((given, x)))
+        divided = "the ranks exchange logits in it" if step.model.ranks is not None else ""
+        if waits := step.method.waits or divided or ("part of its memory is on the CPU" if elsewhere else ""):
+            self._no_graph(step, waits)
         return self._capture
 
-    def _no_graph(self, reason: str) -> None:
+    def _no_graph(self, step: AnyTransition, reason: str) -> None:
         """From now on without graphs."""
         self._capture = False
-        self._say(f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
+        self._say(step, f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
 
-    def _compiled(self, step: Callable[[], StepOutput], running: Running) -> StepOutput:
+    def _compiled(self, step: AnyTransition, compute: Callable[[], StepOutput], run: Run) -> StepOutput:
         """A step with the compiled model; if it cannot be compiled, as it is."""
-        model = self._step.model
+        model = step.model
         model.compiled = True
         try:
             with room():
-                return running(step)
+                return step.borrow(compute)
         except ComeError:
             raise
         except Exception as error:
             if not _by_compiler(error):
                 raise
-            undo(self._step.written)
+            undo(run.written)
             self._say(
-                f"torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}); not compiled"
+                step,
+                f"torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}); not compiled",
             )
             self._works = False
             model.compiled = False
-            return running(step)
+            return step.borrow(compute)
         finally:
             model.compiled = False
 
-    def _captured(self, how: StepFlags, before: StepInput, x: Inputs, running: Running) -> CapturedGraph:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return CapturedGraph(self._step, how, before, x, lambda f: self._compiled(f, running), self._pool)
-
-    def _say(self, what: str) -> None:
+    def _say(self, step: AnyTransition, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
-            warn(f"compile=True, {self._step.method.name}: {what}")
+            warn(f"compile=True, {step.method.name}: {what}")
 
 
 def _by_compiler(error: Exception) -> bool:
@@ -165,41 +159,44 @@ def _by_compiler(error: Exception) -> bool:
 
 
 class CapturedGraph:
-    """A step as a CUDA graph, with memory of its own for what goes in and what comes out.
+    """A step as a CUDA graph, with memory of its own for its inputs and outputs.
 
     Args:
+        compiled: runs a step with the compiled model.
         step: what is captured.
-        how: what the host has decided.
-        before: what the step begins with; an example.
+        flags: what the host has decided.
+        given: what the step begins with; an example.
         x: a batch; an example.
-        running: runs a function while the model is borrowed.
+        run: of the batch.
         pool: memory that all graphs of an adapter share, since one runs at a time.
     """
 
     def __init__(
         self,
-        step: Transition | StackedTransition,
-        how: StepFlags,
-        before: StepInput,
+        compiled: Callable[[AnyTransition, Callable[[], StepOutput], Run], StepOutput],
+        step: AnyTransition,
+        flags: StepFlags,
+        given: StepInput,
         x: Inputs,
-        running: Running,
+        run: Run,
         pool: Any,
     ) -> None:
-        self._given: tuple[StepInput, Inputs] = (before, x)
+        self._given: tuple[StepInput, Inputs] = (given, x)
+        unnumbered = run._replace(count=None)
 
         def compute() -> StepOutput:
-            given = self._given
-            return running(lambda: step(how, given[0], given[1], None))
+            own, batch = self._given
+            return compiled(step, lambda: step(flags, own, batch, unnumbered), run)
 
         aside = torch.cuda.Stream(step.model.device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             compute()  # compiles, and waits
-            overwritten = {id(entry) for entry, _, _ in step.written}
-            undo(step.written)
+            overwritten = {id(entry) for entry, _, _ in run.written}
+            undo(run.written)
             with noticing_waits() as waits:
                 compute()
-            undo(step.written)
+            undo(run.written)
         torch.cuda.current_stream().wait_stream(aside)
         if waits:
             raise NotCapturable(f"it waits for the device ({waits[0]})")
@@ -207,26 +204,26 @@ class CapturedGraph:
         # What a method overwrites in place is not copied: TEA's buffer takes gigabytes.
         self._given = cast(
             "tuple[StepInput, Inputs]",
-            like((before, x), [t if id(t) in overwritten else t.clone() for t in leaves((before, x))]),
+            like((given, x), [t if id(t) in overwritten else t.clone() for t in leaves((given, x))]),
         )
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.register_generator_state(step.generator)
+        self._graph.register_generator_state(run.generator)
         with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
             self._after = compute()
-        self._written: list[Written] = list(step.written)
-        step.written.clear()
+        self._written: list[Written] = list(run.written)
+        run.written.clear()
 
-    def replay(self, before: StepInput, x: Inputs, written: list[Written]) -> StepOutput:
+    def replay(self, given: StepInput, x: Inputs, written: list[Written]) -> StepOutput:
         """The step, for these."""
-        given = leaves((before, x))
+        theirs_all = leaves((given, x))
         own = leaves(self._given)
         with torch.no_grad():
-            for mine, theirs in zip(own, given, strict=True):
+            for mine, theirs in zip(own, theirs_all, strict=True):
                 if mine is not theirs:
                     mine.copy_(theirs)
             written.extend(self._written)
             self._graph.replay()
-            unchanged = {id(mine): theirs for mine, theirs in zip(own, given, strict=True)}
+            unchanged = {id(mine): theirs for mine, theirs in zip(own, theirs_all, strict=True)}
             overwritten = {id(entry) for entry, _, _ in self._written}
             found = [
                 t if id(t) in overwritten else unchanged[id(t)] if id(t) in unchanged else t.clone()

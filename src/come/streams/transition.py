@@ -1,10 +1,10 @@
-"""One step of many streams, as one: what `come.streams.vmap` makes of a `Transition`, and of the model that it calls."""
+"""`StackedTransition`: one step of many streams under `torch.vmap`, and `StackedModel`, the model that it calls."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 
 from come.errors import ConfigError
-from come.method import Method, NotCapturable, Step
+from come.method import Method, Step
 from come.model.batchnorm import Statistics, by_selection, mixed
 from come.model.copies import Function
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs, logits_of
-from come.state.trees import leaves, like, signature
-from come.step.transition import StepFlags, StepInput, StepOutput, Transition
+from come.state.trees import leaves, like, replace, signature
+from come.step.context import NotCapturable
+from come.step.state import StepFlags, StepInput, StepOutput
+from come.step.transition import Run, Transition
 from come.streams.norms import Block
 from come.streams.rendezvous import ask
-from come.streams.vmap import BARE_CALL, CALL, Value, outside, over
+from come.streams.vmap import BARE_CALL, CALL, Value, drawn, gradient, leaf, outside, over
 
 
 class StackedModel:
@@ -32,6 +34,9 @@ class StackedModel:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    may_branch = False
+    leaf, gradient, drawn = staticmethod(leaf), staticmethod(gradient), staticmethod(drawn)
 
     def fused(self, function: Function) -> Function:
         """The function as it is: inside of vmap nothing is compiled."""
@@ -90,58 +95,66 @@ def _joined(batches: Sequence[Inputs]) -> Inputs:
     return batches[0].map_samples(lambda _: torch.cat(next(parts)))
 
 
+@dataclass(frozen=True, eq=False)
 class StackedTransition:
-    """One step of many streams, as `come.step.compiled.Steps` runs that of one.
+    """One step of many streams: `Transition` under `torch.vmap`. All tensors are (n, ...), those of the batch (n, b, ...).
 
     Args:
-        core: the step of one.
+        core: the step of one stream.
+        streams: the number of the batch and the method of each stream.
     """
 
-    def __init__(self, core: Transition) -> None:
-        self.method, self.on_batch = core.method, core.on_batch
-        self.written: list[Any] = []
-        self._own: torch.Generator | None = None
-        self.begin(core, [])
+    core: Transition
+    streams: list[tuple[int, Method]]
 
-    def begin(self, core: Transition, streams: list[tuple[int, Method]]) -> None:
-        """Before a step: that of one as it is now, and for each stream its number of the batch and its method."""
-        self._core, self._streams = core, streams
-        self.model, self.generator = core.model, core.generator
+    @property
+    def method(self) -> Method:
+        """Of all streams, but for what `Method.by_stream` lists."""
+        return self.core.method
 
-    def seed(self, count: int) -> None:
+    @property
+    def model(self) -> FunctionalModel:
+        """The model that all streams share."""
+        return self.core.model
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether BatchNorm may use statistics of the batch."""
+        return self.core.on_batch
+
+    def seed(self, run: Run) -> None:
         """Nothing: each stream has random numbers of its own."""
 
-    def __call__(self, how: StepFlags, before: StepInput, x: Inputs, count: int | None) -> StepOutput:
-        """The step; all tensors are (n, ...), and those of the batch (n, b, ...)."""
-        core = copy.copy(self._core)
-        core.model, core.written = cast(FunctionalModel, StackedModel(core.model)), []
-        core.generator = cast(torch.Generator, _refuse if count is None else self._generator)
+    def borrow(self, call: Callable[[], StepOutput]) -> StepOutput:
+        """Call it: the fleet has prepared the model for all groups at once."""
+        return call()
 
-        def one(before: StepInput, x: Inputs) -> StepOutput:
-            if before.own:
-                core.method = copy.copy(core.method)
-                for name, value in before.own.items():
-                    setattr(core.method, name, value)
-            return core(how, before, x, None)
+    def __call__(self, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> StepOutput:
+        """The step of all streams."""
+        core, inner = self._inner(_refuse if run.count is None else self._generator)
 
-        return cast(StepOutput, over(one, before, x))
+        def one(given: StepInput, x: Inputs) -> StepOutput:
+            mine = core
+            if given.own:
+                method = copy.copy(core.method)
+                vars(method).update(given.own)
+                mine = replace(core, method=method)
+            return mine(flags, given, x, inner)
 
-    def answered(self, how: StepFlags, before: StepInput, x: Inputs) -> Step:
+        return cast(StepOutput, over(one, given, x))
+
+    def answer(self, flags: StepFlags, given: StepInput, x: Inputs) -> Step:
         """Logits (n, b, K) without adapting, and which samples could be answered (n, b)."""
-        core = copy.copy(self._core)
-        core.model, core.generator = (
-            cast(FunctionalModel, StackedModel(core.model)),
-            cast(torch.Generator, self._generator),
-        )
-        return cast(Step, over(lambda before, x: core.answered(how, before, x, None), before, x))
+        core, inner = self._inner(self._generator)
+        return cast(Step, over(lambda given, x: core.answer(flags, given, x, inner), given, x))
+
+    def _inner(self, generator: Callable[[int], torch.Generator]) -> tuple[Transition, Run]:
+        return replace(self.core, model=StackedModel(self.model)), Run(None, generator, [])
 
     def _generator(self, i: int) -> torch.Generator:
         """The random numbers of stream i, as an adapter of its own would have them."""
-        count, method = self._streams[i]
-        if self._own is None:
-            self._own = torch.Generator(self.model.device)
-        self._own.manual_seed(self._core.seed_of(count, method))
-        return self._own
+        count, method = self.streams[i]
+        return torch.Generator(self.model.device).manual_seed(self.core.seed_of(count, method))
 
 
 def _refuse(i: int) -> torch.Generator:

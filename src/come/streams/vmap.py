@@ -23,16 +23,6 @@ BARE_CALL, CALL, GRADIENT = range(3)
 """What groups of streams ask for, in this order: calls of the model without and with a gradient, and gradients."""
 
 
-def stacking() -> bool:
-    """Whether this thread is inside a step of many streams."""
-    return torch._C._functorch.get_dynamic_layer_stack_depth() > 0
-
-
-def has_gradient(values: Tensor) -> bool:
-    """Whether a gradient may flow through these values; inside of vmap torch does not tell."""
-    return values.requires_grad or (stacking() and torch.is_grad_enabled())
-
-
 # ---- what leaves vmap ----
 
 
@@ -69,7 +59,7 @@ def outside(do: Callable[..., Tensor], *values: Any) -> Tensor:
 
 
 def leaf(values: Tensor) -> Tensor:
-    """See `come.method.leaf`."""
+    """`values` of each stream as a tensor of its own that gradients can be taken with respect to."""
 
     def do(n: int, given: Value) -> Tensor:
         differs, value = given
