@@ -382,7 +382,7 @@ def test_streams_of_a_fleet_abstain_as_adapters_do(norm, follow, tmp_path):
     if follow:
         kept = {name: fleet._state(name).abstention.threshold for name in "abc"}
         assert len({round(value.item(), 6) for value in kept.values()}) > 1
-        assert all(kept[name].item() == pytest.approx(alone[name]._now.abstention.threshold.item()) for name in "abc")
+        assert all(kept[name].item() == pytest.approx(alone[name]._state.abstention.threshold.item()) for name in "abc")
     logits = fleet.predict(X[6], names)
     expected = torch.cat([alone[name].abstains(logits[4 * i : 4 * i + 4]) for i, name in enumerate("abc")])
     assert torch.equal(fleet.abstains(logits, names), expected)

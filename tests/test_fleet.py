@@ -19,6 +19,8 @@ from torch import nn
 
 import come
 from come import methods
+from come.streams import store
+from come.streams.groups import Groups, in_order
 from come.testing import NORMS, TinyClassifier, TinyTransformer, batches
 
 METHODS = ["tent", "eata", "sar", "deyo", "roid", "pl", "steady"]
@@ -297,7 +299,7 @@ def test_a_step_that_fails_has_not_happened_for_any_stream(make, monkeypatch):
     xs = stream(3, size=5)
     fleet(xs[0], list("01010"))
     before = {n: fleet.adapted_parameters(n) for n in "01"}
-    calls, ran = [], come.Fleet._ran
+    calls, ran = [], Groups._run_group
 
     def fails(self, *args):
         calls.append(1)
@@ -305,7 +307,7 @@ def test_a_step_that_fails_has_not_happened_for_any_stream(make, monkeypatch):
             raise KeyboardInterrupt
         return ran(self, *args)
 
-    monkeypatch.setattr(come.Fleet, "_ran", fails)
+    monkeypatch.setattr(Groups, "_run_group", fails)
     with pytest.raises(KeyboardInterrupt):
         fleet(xs[1], list("01110"))
     monkeypatch.undo()
@@ -324,7 +326,8 @@ def test_an_interrupt_at_any_line_of_a_step_strikes_all_streams_or_none(make):
 
     def trace(frame, event, _):
         nonlocal left
-        if frame.f_code.co_filename != come.fleet.__file__ or frame.f_code.co_name not in ("step", "_fetch", "_follow"):
+        files = (come.fleet.__file__, store.__file__)
+        if frame.f_code.co_filename not in files or frame.f_code.co_name not in ("step", "fetched", "_follow"):
             return None
         if event == "line":
             left -= 1
@@ -412,7 +415,6 @@ def test_what_an_event_handler_raises(error, make):
     else:
         fleet(x, list("0101"))
         assert [fleet.health(name)["callback_failed"] for name in "01"] == [1, 0]
-        assert fleet._one.health()["callback_failed"] == 0
     assert [event.details["stream"] for event in raised] == ["0"]
 
 
@@ -740,14 +742,14 @@ def test_streams_on_disk_follow_the_model(tmp_path):
     """After model.double() they were refused, as of another model."""
     (tmp_path / "other").mkdir()
     (fleet, x), (alone, _) = on_disk(tmp_path), on_disk(tmp_path / "other")
-    alone._resident = None
+    alone._residency.resident = None
     for name in "ab":
         fleet.step(x, name), alone.step(x, name)
     for one in (fleet, alone):
         one._engine.user_model.double()
     for name in "abab":
         torch.testing.assert_close(fleet.step(x.double(), name).logits, alone.step(x.double(), name).logits)
-    assert fleet._rates[1].dtype == torch.float64
+    assert fleet._groups._rates[1].dtype == torch.float64
     fleet.save(tmp_path / "a.safetensors", "a")  # which is on disk
     fleet.load(tmp_path / "a.safetensors", "a")
 
@@ -803,10 +805,8 @@ def test_a_stream_without_a_threshold_beside_one_that_has_one(tmp_path):
 
 
 def test_what_only_some_groups_return():
-    from come.fleet import _in_order
-
     one, two = torch.ones(1, 3), torch.zeros(2, 3)
-    out = _in_order([([1], come.method.Step(one)), ([0, 2], come.method.Step(two, torch.ones(2)))], 3)
+    out = in_order([([1], come.method.Step(one)), ([0, 2], come.method.Step(two, torch.ones(2)))], 3)
     assert out.logits[:, 0].tolist() == [0, 1, 0]
     assert out.loss[::2].tolist() == [1, 1]
     assert out.loss[1].isnan()
@@ -859,7 +859,7 @@ def test_bad_input(make, tmp_path, monkeypatch):
         make("tent", guard=come.Guard(policy="raise"))
     with pytest.raises(come.ConfigError, match="no torch optimizer"):
         make("tent", optimizer=lambda params, lr: torch.optim.RMSprop(params, lr=lr))
-    monkeypatch.setattr("come.fleet._free", lambda device: 1000)
+    monkeypatch.setattr("come.streams.store._free", lambda device: 1000)
     with pytest.raises(come.ConfigError, match=r"1000 streams of .* MB each do not fit into the .* resident="):
         make("tent", streams=1000)
 

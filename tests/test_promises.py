@@ -336,7 +336,9 @@ def test_weights_that_break_only_the_adapted_model_are_put_back():
     adapter = come.adapt(tiny(), "tent", lr=1e-3)
     for x in batches(3):
         adapter(x)
-    adapter._state = replace(adapter._state, weights=torch.full_like(adapter._state.weights, math.nan))  # as cosmic rays do
+    adapter._state = replace(
+        adapter._state, weights=torch.full_like(adapter._state.weights, math.nan)
+    )  # as cosmic rays do
     steps = [adapter.step(x) for x in batches(12, seed=5)]
     assert adapter.health()["collapse"] == adapter.health()["recovered"] == 1
     assert steps[-1].valid.all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import come
-from come import adapter
+from come.step import engine
 
 LN_K = math.log(1000)
 OF = {name: name.removesuffix("_come") for name in ("tent", "tent_come", "eata", "eata_come", "sar", "sar_come")}
@@ -44,7 +44,7 @@ def replay(case, source, **how):
 
 @pytest.mark.recorded("eata", "eata_come", "sar", "sar_come")
 def test_on_the_selected_samples_alone(case, source_batches, monkeypatch):
-    monkeypatch.setattr(adapter, "FEW", 2.0)  # always, not only where it pays
+    monkeypatch.setattr(engine, "FEW", 2.0)  # always, not only where it pays
     replay(case, source_batches)
 
 
