@@ -110,9 +110,12 @@ class Adapter:
                 self._check_open()
                 self._follow()
                 self._state, out, events = self._engine.step(self._state, x, written)
-                self._count(report(self._engine, events))
-                out = own_rows(out, rows)
-                self._count(self._call_back(out))
+                if events:
+                    self._count(report(self._engine, events))
+                if rows is not None:
+                    out = own_rows(out, rows)
+                if self.callbacks:
+                    self._count(self._call_back(out))
                 return out
             except BaseException:
                 self._to_undo = written  # for `_follow`, should an interrupt stop it here
@@ -146,7 +149,7 @@ class Adapter:
             out = self._engine.answer(self._state, x)
             if self._state.abstention is not None:
                 out = out._replace(abstain=self._abstains(out.logits, out.valid))
-            return own_rows(out, rows)
+            return out if rows is None else own_rows(out, rows)
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
@@ -250,7 +253,8 @@ class Adapter:
     @untracked()
     def _follow(self) -> None:
         """Bring everything to where the user has moved the model; first undo what an interrupted step has written."""
-        undo(self._to_undo)
+        if self._to_undo:
+            undo(self._to_undo)
         self._engine.follow()
         self._state = self._engine.brought(self._state)
 

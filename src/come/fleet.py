@@ -144,6 +144,9 @@ class Fleet:
         self._residency = Residency(self._engine, resident, None if folder is None else Path(folder))
         self._streams: dict[str, Stream] = {}
         """Least recently used first. Never changed: whatever changes streams puts another dict here when all has succeeded."""
+        source = self._engine.transition.source
+        self._at = (source.device, source.dtype)
+        """Where the states of resident streams are."""
         self._closed = False
         self._warned: set[str] = set()
         self._residency.check_room(len(names), {})
@@ -534,8 +537,11 @@ class Fleet:
     def _follow(self) -> None:
         """After the user has moved or cast the model, bring all resident streams along."""
         with untracked():
-            self._streams = self._residency.moved(self._streams)  # first: if this is interrupted, it is done again
-        self._engine.follow(copies=True)
+            self._engine.follow(copies=True)
+            source = self._engine.transition.source
+            if self._at != (source.device, source.dtype):
+                self._streams = self._residency.moved(self._streams, self._at[0])
+                self._at = (source.device, source.dtype)
 
 
 INDEX, FORMAT = "fleet.json", "come-fleet-1"

@@ -68,6 +68,9 @@ DOUBTED = 50.0
 """Pairs within batches that are taken to agree as those between them do."""
 
 
+SOFTMAX = Softmax()
+
+
 @register
 @dataclass(kw_only=True, eq=False)
 class Steady(Method):
@@ -161,7 +164,7 @@ class Steady(Method):
         agreeing = (within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)
         classes = logits.shape[1]
         spread = ((1 / (classes * agreeing) - SPREAD[0]) / (SPREAD[1] - SPREAD[0])).clamp(0, 1)
-        left_open = masked_mean(Softmax().entropy(logits), valid) / math.log(classes)
+        left_open = masked_mean(SOFTMAX.entropy(logits), valid) / math.log(classes)
         return spread * (left_open / OPEN).clamp(0, 1)
 
     def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ ALIGNED = 64
 """Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
 
 
+LOSS_SCALE = 256.0
+
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -118,7 +120,7 @@ class FunctionalModel:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next((p.device for p in self._params), torch.device("cpu"))
+        return self._params[0].device if self._params else torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,9 +129,11 @@ class FunctionalModel:
         return torch.float64 if double else torch.float32
 
     @property
-    def half(self) -> bool:
-        """Whether any parameter of the model is in float16, where small gradients are lost."""
-        return any(p.dtype == torch.float16 for p in self._params)
+    def loss_scale(self) -> float:
+        """Factor on the loss, divided out of the gradient: in float16 small gradients would underflow."""
+        kind = self.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        return LOSS_SCALE if autocast or any(p.dtype == torch.float16 for p in self._params) else 1.0
 
     def join(self, values: Sequence[Tensor]) -> Tensor:
         """One tensor for each adapted parameter -> the vector (P,)."""
@@ -337,7 +341,7 @@ class FunctionalModel:
                 self._note_hooks(self._modules, HOOKS)
             for register in hooks:
                 register()
-            places += self._install(statistics, x.size, given)
+            places += self._install(statistics, x, given)
             self._replace(places)
             return self.model(*x.args, **x.kwargs)
         finally:
@@ -430,11 +434,11 @@ class FunctionalModel:
         self._copies[id(buffer)] = (buffer, buffer._version, copy, copy._version)
         return copy
 
-    def _install(self, statistics: Statistics, batch: int, given: dict[str, Tensor]) -> list[Place]:
+    def _install(self, statistics: Statistics, x: Inputs, given: dict[str, Tensor]) -> list[Place]:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
         if statistics is None or not self.norms:
             return []
-        by_torch = batch > 1 and not self._synchronized and self.part is None
+        by_torch = x.size > 1 and not self._synchronized and self.part is None
         if statistics == "batch" and by_torch:
             for layer in self.norms.values():
                 self._batch_flags(layer)

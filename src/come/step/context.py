@@ -23,9 +23,6 @@ from come.optim import Moments, Rule, adam, sgd
 Written = tuple[Tensor, Tensor, Tensor]
 """An entry of a method's memory, the rows of it that were overwritten, and what was in them."""
 
-LOSS_SCALE = 256.0
-"""Factor on the loss for models in float16, divided out of the gradient: small gradients would underflow."""
-
 
 class NotCapturable(Exception):  # noqa: N818 - not an error: the step runs without a CUDA graph
     """A step that cannot be captured as a CUDA graph, and why."""
@@ -65,7 +62,9 @@ class Context:
         """(P,): the adapted parameters of the source model."""
         self.fixed = fixed
         """What `Method.setup` has found."""
-        self.weights = model.leaf(weights)
+        self.leaf: Callable[[Tensor], Tensor] = model.leaf
+        """Makes of values a tensor of their own that gradients can be taken with respect to."""
+        self.weights = self.leaf(weights)
         """(P,): the adapted parameters now, in float32 or better. See `Context.named` for the single ones."""
         self.moments = moments
         """Moments of the optimizer."""
@@ -199,18 +198,12 @@ class Context:
         """What `draw(values, generator)` makes of a tensor with the random numbers of this step."""
         return self.model.drawn(draw, values, self.generator)
 
-    def leaf(self, values: Tensor) -> Tensor:
-        """`values` as a tensor of its own that gradients can be taken with respect to."""
-        return self.model.leaf(values)
-
     # ---- descending ----
 
     def gradient(self, loss: Tensor, weights: Tensor | None = None) -> Tensor:
         """Gradient (P,) of the scalar `loss` with respect to `ctx.weights`, or to the `weights` that it was computed with."""
         weights = self.weights if weights is None else weights
-        kind = self.device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        scale = LOSS_SCALE if self.model.half or autocast else 1.0
+        scale = self.model.loss_scale
         found = self.model.gradient(loss * scale if scale != 1 else loss, weights)
         if found is None:
             raise ModelError(
@@ -237,14 +230,14 @@ class Context:
         weights, self.moments, fine = step(
             self.rule, self.weights.detach(), gradient, self.moments, self.lr, go, largest
         )
-        self.weights = self.model.leaf(weights)
+        self.weights = self.leaf(weights)
         if fine is not None:
             self.ok = self.ok & fine
 
     @torch.no_grad()
     def recover(self, where: Tensor, *, moments: bool = True) -> None:
         """Put the weights back to their source values, and the moments to zero, where the 0-d bool tensor is true."""
-        self.weights = self.model.leaf(torch.where(where, self.source, self.weights))
+        self.weights = self.leaf(torch.where(where, self.source, self.weights))
         if moments:
             self.moments = chosen(where, {k: torch.zeros_like(v) for k, v in self.moments.items()}, self.moments)
 

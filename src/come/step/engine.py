@@ -191,15 +191,16 @@ class Engine:
             written: receives the rows of method memory that were overwritten in place, for `undo`.
         """
         state, events = self.begun(state)
-        flags, given = self.flags(state), self.given(state, x.size)
+        size = x.size
+        flags, given = self.flags(state), self.given(state, size)
         run = Run(state.count, self.generator, written)
         if self.model.mode.compile:
             found = self.compiled.run(self.transition, flags, given, x, run)
         else:
             self.transition.seed(run)
             found = self.model.borrow(lambda: self.transition(flags, given, x, run))
-        later = self.ended(state, flags, found, x.size)
-        out, (later,) = self.abstaining([later], found.out, x.size)
+        later = self.ended(state, flags, found, size)
+        out, (later,) = self.abstaining([later], found.out, size)
         return later, out, events
 
     def answer(self, state: StreamState, x: Inputs) -> Step:
@@ -363,7 +364,6 @@ class Engine:
 
     # ---- after the user has moved, cast or loaded the model ----
 
-    @untracked()
     def follow(self, copies: bool = False) -> None:
         """Bring what does not belong to a stream to the model's device and precision; first end what an interrupt stopped.
 
@@ -379,13 +379,10 @@ class Engine:
             self.generator = torch.Generator(device)
             self.transition = replace(step, source=step.source.to(device, dtype), fixed=self._cast(fixed))
 
-    def at_home(self, state: StreamState) -> bool:
-        """Whether a state is where the model is, in its precision."""
-        return state.weights.device == self.device and state.weights.dtype == self.model.dtype
-
     def brought(self, state: StreamState) -> StreamState:
-        """A state where the model is, in its precision."""
-        if self.at_home(state):
+        """A state where the model is, in its precision; after `follow`."""
+        weights, source = state.weights, self.transition.source
+        if weights.device == source.device and weights.dtype == source.dtype:
             return state
         state = state.to(self.device, self.method.on_host)
         memory = None if state.state is None else self._cast(state.state)
@@ -398,6 +395,6 @@ class Engine:
         return {k: v.to(dtype) if isinstance(v, Tensor) and v.shape == shape else v for k, v in values.items()}
 
 
-def own_rows(out: Step, rows: slice | None) -> Step:
-    """What a step returns for the samples of this rank; None: for all."""
-    return out if rows is None else Step(*(None if value is None else value[rows] for value in out))  # type: ignore[arg-type]
+def own_rows(out: Step, rows: slice) -> Step:
+    """What a step returns for the samples of this rank."""
+    return Step(*(None if value is None else value[rows] for value in out))  # type: ignore[arg-type]

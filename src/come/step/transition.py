@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -206,19 +207,19 @@ class Transition:
 
     # ---- statistics of BatchNorm ----
 
-    @property
+    @cached_property
     def rule_of_statistics(self) -> StatisticsRule:
         """What BatchNorm normalizes by: "batch", "mixed" or "source"."""
         if not (self.method.batch_statistics and self.model.has_batch_norm):
             return "source"
         return self.method.statistics or (self.method.unguarded if self.guard is None else "mixed")
 
-    @property
+    @cached_property
     def on_batch(self) -> bool:
         """Whether BatchNorm may use statistics of the batch."""
         return self.rule_of_statistics != "source"
 
-    @property
+    @cached_property
     def chooses(self) -> bool:
         """Whether the guard chooses between mixed statistics and the source's."""
         return self.guard is not None and self.rule_of_statistics == "mixed"

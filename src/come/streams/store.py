@@ -77,16 +77,13 @@ class Residency:
                 streams[name] = self._put_away(streams[name])
         return streams
 
-    def moved(self, streams: dict[str, Stream]) -> dict[str, Stream]:
-        """Before `Engine.follow`: with all resident states where the user has moved the model."""
+    def moved(self, streams: dict[str, Stream], was: torch.device) -> dict[str, Stream]:
+        """With all resident states brought to where the user has moved the model; `was`: where it was before."""
         engine = self._engine
-        source = engine.transition.source
-        if source.device == engine.device and source.dtype == engine.model.dtype:
-            return streams
 
         def one(stream: Stream) -> Stream:
             state = stream.state
-            if isinstance(state, Spilled) or not (self._folder is not None or state.weights.device == source.device):
+            if isinstance(state, Spilled) or not (self._folder is not None or state.weights.device == was):
                 return stream
             return replace(stream, state=engine.brought(state))
 
