@@ -17,15 +17,15 @@ def test_every_file_has_a_case():
     assert {case["file"] for case in MANIFEST["cases"]} == {f"cases/{path.name}" for path in (DATA / "cases").iterdir()}
 
 
-@pytest.mark.parametrize("case", MANIFEST["cases"], ids=lambda case: case["name"])
-def test_a_case_names_its_upstream(case):
+@pytest.mark.parametrize("entry", MANIFEST["cases"], ids=lambda entry: entry["name"])
+def test_a_case_names_its_upstream(entry):
     """The project that its reference names; the rest is said once for each project."""
-    project = case["upstream"]
-    assert project == "timm" if case["reference"] == PLAIN else f"{project} project" in case["reference"]
+    project = entry["upstream"]
+    assert project == "timm" if entry["reference"] == PLAIN else f"{project} project" in entry["reference"]
     upstream = MANIFEST["upstream"][project]
     assert upstream.keys() == {"repository", "commit", "license"}
     assert re.fullmatch(r"https://github\.com/[\w-]+/[\w-]+", upstream["repository"])
-    owner_and_name = re.search(r"\(([\w-]+/[\w-]+)\)", case["reference"])  # where the reference has it
+    owner_and_name = re.search(r"\(([\w-]+/[\w-]+)\)", entry["reference"])  # where the reference has it
     assert owner_and_name is None or upstream["repository"].endswith(f"/{owner_and_name[1]}")
     assert upstream["commit"] is None or re.fullmatch("[0-9a-f]{40}", upstream["commit"])
     assert upstream["license"] is None or upstream["license"].strip()
