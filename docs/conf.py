@@ -21,7 +21,7 @@ project_copyright = author
 version = release = come.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
-exclude_patterns = ["conf.py"]
+exclude_patterns = ["conf.py", "gallery/*.py"]
 myst_heading_anchors = 3  # as GitHub's
 
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
