@@ -21,7 +21,7 @@ project_copyright = author
 version = release = come.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
-exclude_patterns = ["conf.py"]
+exclude_patterns = ["conf.py", "gallery/*.py"]
 myst_heading_anchors = 3  # as GitHub's
 
 nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
@@ -84,7 +84,7 @@ def read(app, page, content):
             return f"![{text}]({os.path.relpath(file, (DOCS / page).parent)})"
         file = file / "README.md" if file.is_dir() else file
         shown = next((name for name, other in REPLACED.items() if file == DOCS.parent / other), None)
-        if shown is None and not file.is_relative_to(DOCS):
+        if shown is None and (not file.is_relative_to(DOCS) or file.parent == DOCS / "gallery"):  # no page
             return f"{{download}}`{text.strip('`')} <{os.path.relpath(file, (DOCS / page).parent)}>`"
         return f"[{text}]({os.path.relpath(DOCS / f'{shown}.md' if shown else file, (DOCS / page).parent)})"
 
