@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import come
-from come.model.batchnorm import mixed
+from come.model.batchnorm import BatchStatistics
 from come.model.copies import MixedNorm, Mode, ModelCopies, ModelCopy, Patches
 from come.model.inputs import Inputs
 from come.state.trees import leaves, like, signature
@@ -376,7 +376,7 @@ def test_patches_are_the_convolution():
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3, 3), (1, 4, 1, 1)])
 def test_a_mixed_norm_is_what_the_hook_computes(shape):
-    from come.model.batchnorm import Layer, mixed
+    from come.model.batchnorm import Layer, normalize
 
     norm = nn.BatchNorm1d(4) if len(shape) == 2 else nn.BatchNorm2d(4)
     with torch.no_grad():
@@ -385,8 +385,8 @@ def test_a_mixed_norm_is_what_the_hook_computes(shape):
     norm.eval()
     layer, share = Layer(norm, 0, norm.running_mean, norm.running_var), torch.tensor(0.7)
     x = torch.randn(shape).requires_grad_()
-    one = MixedNorm(norm, layer, mixed(share))(x)
-    normalized = mixed(share).normalized(layer, x)
+    one = MixedNorm(norm, layer, BatchStatistics(share))(x)
+    normalized = normalize(x, (layer.mean, layer.var), BatchStatistics(share), norm.eps)
     sized = (1, -1, *[1] * (len(shape) - 2))
     two = normalized * norm.weight.view(sized) + norm.bias.view(sized)
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -406,10 +406,10 @@ def test_two_passes_before_one_backward_on_mixed_statistics(compiled):
     borrowed, x, shares = fast._engine.model, Inputs.of(next(iter(batches(1)))), (torch.tensor(0.3), torch.tensor(0.9))
     borrowed.compiled = compiled
     weights = borrowed.source().clone().requires_grad_()
-    one, two = (borrowed.call(x, weights, statistics=mixed(share)).float() for share in shares)
+    one, two = (borrowed.call(x, weights, statistics=BatchStatistics(share)).float() for share in shares)
     (both,) = torch.autograd.grad(one.square().sum() + two.square().sum(), weights)
     each = [
-        torch.autograd.grad(borrowed.call(x, weights, statistics=mixed(s)).float().square().sum(), weights)[0]
+        torch.autograd.grad(borrowed.call(x, weights, statistics=BatchStatistics(s)).float().square().sum(), weights)[0]
         for s in shares
     ]
     torch.testing.assert_close(both, each[0] + each[1], rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from torch import nn
 
 import come
 from come.images.normalization import Normalization
-from come.model.batchnorm import by_group, by_selection, following, mixed
+from come.model.batchnorm import BatchStatistics, following
 from come.model.functional import FunctionalModel
 from come.model.heads import Head
 from come.model.inputs import Arguments, Inputs
@@ -187,27 +187,27 @@ def run(model, x, statistics):
 
 def test_groups_are_normalized_as_if_they_came_alone(model):
     x = torch.rand(12, 3, 8, 8)
-    alone = torch.cat([run(model, part, "batch") for part in x.split(4)])
-    torch.testing.assert_close(run(model, x, by_group(3)), alone)
+    alone = torch.cat([run(model, part, BatchStatistics()) for part in x.split(4)])
+    torch.testing.assert_close(run(model, x, BatchStatistics(groups=3)), alone)
 
 
 def test_a_selection_is_normalized_as_if_the_others_were_not_there(model):
     x = torch.rand(12, 3, 8, 8)
     used = torch.arange(12) % 3 != 0
-    torch.testing.assert_close(run(model, x, by_selection(used))[used], run(model, x[used], "batch"))
-    nobody = by_selection(torch.zeros(12, dtype=torch.bool))
-    torch.testing.assert_close(run(model, x, nobody), run(model, x, "batch"))
+    torch.testing.assert_close(run(model, x, BatchStatistics(used=used))[used], run(model, x[used], BatchStatistics()))
+    nobody = BatchStatistics(used=torch.zeros(12, dtype=torch.bool))
+    torch.testing.assert_close(run(model, x, nobody), run(model, x, BatchStatistics()))
 
 
 def test_mixed_statistics_lie_between_the_source_and_the_batch(model):
     x = torch.rand(12, 3, 8, 8)
-    torch.testing.assert_close(run(model, x, mixed(0.0)), model(x))
-    torch.testing.assert_close(run(model, x, mixed(1.0)), run(model, x, "batch"))
+    torch.testing.assert_close(run(model, x, BatchStatistics(0.0)), model(x))
+    torch.testing.assert_close(run(model, x, BatchStatistics(1.0)), run(model, x, BatchStatistics()))
     first, layer = model[0](x).detach(), model[1]
     mean = 0.75 * layer.running_mean + 0.25 * first.mean(dim=(0, 2, 3))
     var = 0.75 * layer.running_var + 0.25 * first.var(dim=(0, 2, 3), correction=0)
     expected = nn.functional.batch_norm(first, mean, var, layer.weight, layer.bias, eps=layer.eps)
-    torch.testing.assert_close(run(model[:2], x, mixed(0.25)), expected)
+    torch.testing.assert_close(run(model[:2], x, BatchStatistics(0.25)), expected)
 
 
 def test_statistics_that_follow_and_what_is_kept_of_them(model):
@@ -215,14 +215,14 @@ def test_statistics_that_follow_and_what_is_kept_of_them(model):
     old = {i: (layer.running_mean.clone(), layer.running_var.clone()) for i, layer in enumerate(layers)}
     torch.testing.assert_close(run(model, x, following(old, 0.0, 0)), model(x))
     new = dict(old)
-    torch.testing.assert_close(run(model, x, following(old, 1.0, 0, new)), run(model, x, "batch"))
+    torch.testing.assert_close(run(model, x, following(old, 1.0, 0, new)), run(model, x, BatchStatistics()))
     torch.testing.assert_close(new[0][0], model[0](x).mean(dim=(0, 2, 3)))
     for layer, (mean, var) in zip(layers, old.values(), strict=True):
         assert torch.equal(layer.running_mean, mean)  # the layers have what they had
         assert torch.equal(layer.running_var, var)
 
 
-@pytest.mark.parametrize("statistics", ["batch", mixed(0.5), by_group(2)])
+@pytest.mark.parametrize("statistics", [BatchStatistics(), BatchStatistics(0.5), BatchStatistics(groups=2)])
 def test_a_layer_that_does_more_than_normalize_keeps_doing_it(statistics):
     import timm.layers
 
@@ -234,7 +234,7 @@ def test_a_layer_that_does_more_than_normalize_keeps_doing_it(statistics):
     assert out.max() > 0
 
 
-@pytest.mark.parametrize("statistics", ["batch", by_group(5)])
+@pytest.mark.parametrize("statistics", [BatchStatistics(), BatchStatistics(groups=5)])
 def test_statistics_come_back_after_an_error(model, statistics):
     layers = batch_norms(model)
     before = [(layer.running_mean, layer.running_var, layer.training) for layer in layers]

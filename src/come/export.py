@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from come.errors import ConfigError, InputError, ModelError, missing, require
 from come.method import Frozen
-from come.model.batchnorm import Layer, StatisticsRule, per_channel, unit_statistics
+from come.model.batchnorm import Layer, StatisticsRule, moments, toward, unit_statistics
 from come.model.copies import replaced
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs, at_least_float32, logits_of
@@ -61,16 +61,16 @@ class OnBatch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, ...) -> the same."""
         values = at_least_float32(x)
-        var, mean = torch.var_mean(values, dim=[0, *range(2, x.ndim)], correction=0, keepdim=True)
+        own, source = moments(values), None
         if self.mean is not None and self.var is not None:
-            count = torch.ones_like(values.flatten(1)[:, 0]).sum()  # a tensor: in a graph it follows the batch
-            share = count / (count + self.prior) * (count * math.prod(x.shape[2:]) > 1)
-            mean = torch.lerp(per_channel(self.mean, values), mean, share)
-            var = torch.lerp(per_channel(self.var, values), var, share)
+            source = (self.mean, self.var)
         elif x.numel() == x.shape[1]:
             raise InputError(
                 "a BatchNorm layer without running statistics got one value per channel; use a larger batch"
             )
+        count = torch.ones_like(values.flatten(1)[:, 0]).sum()  # a tensor: in a graph it follows the batch
+        share = count / (count + self.prior) * (count * math.prod(x.shape[2:]) > 1)
+        mean, var = (value.view(1, -1, *[1] * (x.ndim - 2)) for value in toward(own, source, share))
         normalized: Tensor = self.norm(((values - mean) * (var + self.eps).rsqrt()).to(x.dtype))
         return normalized
 

@@ -33,7 +33,7 @@ from come.errors import require, require_int
 from come.images.augment import Augment, jitter
 from come.images.normalization import MeanStd, Normalization
 from come.method import Context, Frozen, Method, Step, converted, masked_mean, register
-from come.model.batchnorm import by_group
+from come.model.batchnorm import BatchStatistics
 from come.model.inputs import Inputs, at_least_float32
 from come.select import Selector, layers
 
@@ -134,7 +134,7 @@ class CoTTA(Method):
             count = min(at_once, self.views - begin)
             views = (self.augment or jitter())(images.expand(count, *images.shape), ctx.generator)
             inputs = x.with_image(self.normalization.inputs(views).flatten(0, 1))
-            statistics = ctx.statistics if ctx.share is None or count == 1 else by_group(count, ctx.share)
+            statistics = ctx.statistics if ctx.share is None or count == 1 else BatchStatistics(ctx.share, groups=count)
             logits = ctx.forward(inputs, ctx.state["teacher"], statistics=statistics)
             part = torch.unflatten(logits, 0, (count, batch)).sum(dim=0)
             total = part if total is None else total + part

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from come.errors import InputError, require, require_int
 from come.method import Context, Method, Step, masked_mean, register
-from come.model.batchnorm import by_selection
+from come.model.batchnorm import BatchStatistics
 from come.model.inputs import Inputs, at_least_float32
 from come.select import Selector, norm_affine
 
@@ -94,7 +94,7 @@ class DeYO(Method):
         sure = ctx.valid & (entropy.detach() < self.limit * scale)
         with torch.no_grad():
             shuffled = x.with_image(ctx.drawn(self.shuffle or self._shuffled, images))
-            statistics = None if ctx.share is None else by_selection(sure, ctx.share)
+            statistics = None if ctx.share is None else BatchStatistics(ctx.share, used=sure)
             destroyed = ctx.forward_where(shuffled, sure, statistics=statistics)
         label = logits.argmax(dim=1, keepdim=True)
         drop = (_probability(logits.detach(), label) - _probability(destroyed, label)).squeeze(1)

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require
 from come.method import Context, Method, Step, masked_mean, register
+from come.model.batchnorm import BatchStatistics
 from come.model.inputs import Input, Inputs, at_least_float32
 
 
@@ -109,7 +110,7 @@ class EATA(Method):
         total, batches = torch.zeros_like(ctx.source), 0
         for batch in self.source:
             try:
-                logits = ctx.forward(ctx.model.read((batch,)), statistics="batch")
+                logits = ctx.forward(ctx.model.read((batch,)), statistics=BatchStatistics())
             except (TypeError, InputError) as error:
                 raise InputError(
                     f"the model cannot take a source batch ({error}); source batches are handed to it as they are: if your "

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import require
-from come.model.batchnorm import Layer, StatisticsRule, mixed, normalizing, unit_statistics
+from come.model.batchnorm import (
+    BatchStatistics,
+    Layer,
+    StatisticsRule,
+    normalize,
+    normalizing,
+    source_of,
+    unit_statistics,
+)
 from come.model.inputs import Inputs
 from come.streams.norms import Block, OtherNorm, Sharing
 from come.streams.norms import layer as layer_by_stream
@@ -144,19 +152,16 @@ _tf32 = _Tf32()
 
 
 class MixedNorm(nn.Module):
-    """A BatchNorm layer on mixed statistics, in one pass: see `come.model.batchnorm.mixed`."""
+    """A BatchNorm layer on a share of the batch's statistics, in one pass: see `come.model.batchnorm.normalize`."""
 
-    def __init__(self, norm: nn.BatchNorm2d, layer: Layer, rule: mixed) -> None:
+    def __init__(self, norm: nn.BatchNorm2d, layer: Layer, statistics: BatchStatistics) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self._layer, self._rule = layer, rule
+        self._source, self._statistics = source_of(layer), statistics
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, ...) -> the same."""
-        if x.numel() == x.shape[1]:
-            return F.batch_norm(x, self._layer.mean, self._layer.var, self.weight, self.bias, False, 0.0, self.eps)
-        weight, bias = self._rule.weights(self._layer, x, self.weight, self.bias)
-        return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
+        return normalize(x, self._source, self._statistics, self.eps, self.weight, self.bias)
 
 
 class Patches(nn.Module):
@@ -351,7 +356,7 @@ class ModelCopy:
         own = {id(module) for module in model.modules()}
         if any(id(module) in own for module in self.module.modules()):
             raise UncopiedError("its copy shares layers with it")
-        self._mixing = mixed(torch.ones(()))
+        self._mixing = BatchStatistics(torch.ones(()))
         """For the rule "mixed"; the share is another one at each call."""
         for module in self.module.modules():
             module.training = False

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from come.errors import InputError, ModelError, warn
 from come.model.batchnorm import (
     WITHOUT_STATISTICS,
+    BatchStatistics,
     Layer,
     Statistics,
     StatisticsRule,
-    batch_statistics,
-    mixed,
     normalizing,
     rescaling,
     unit_statistics,
@@ -282,7 +281,7 @@ class FunctionalModel:
         ]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         rule = None if hooks or self.mode.plain or self._stand_ins.uncopied else self._rule_of(statistics, x.size)
-        share = statistics.share if isinstance(statistics, mixed) else None
+        share = statistics.share if isinstance(statistics, BatchStatistics) else None
         try:
             with self.mode.rounding(self.device):
                 if rule is not None:
@@ -370,11 +369,13 @@ class FunctionalModel:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
         if statistics is None or not self.norms:
             return "source"
-        if self.part is not None:
+        if self.part is not None or not (isinstance(statistics, BatchStatistics) and statistics.plain):
             return None
-        if isinstance(statistics, mixed):
-            return "mixed"
-        return "batch" if statistics == "batch" and batch > 1 and not self._synchronized else None
+        return "batch" if statistics.of_batch_alone and self._by_torch(batch) else "mixed"
+
+    def _by_torch(self, batch: int) -> bool:
+        """Whether torch's BatchNorm in training mode can normalize such a batch by itself."""
+        return batch > 1 and not self._synchronized and self.part is None
 
     def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> ModelCopy:
         """The model as it is run, made when it is first needed."""
@@ -438,24 +439,23 @@ class FunctionalModel:
         """Prepare the BatchNorm layers; returns the parameters and buffers that they get for this call."""
         if statistics is None or not self.norms:
             return []
-        by_torch = x.size > 1 and not self._synchronized and self.part is None
-        if statistics == "batch" and by_torch:
+        of_batch = isinstance(statistics, BatchStatistics) and statistics.plain and self._by_torch(x.size)
+        if of_batch and statistics.of_batch_alone:  # type: ignore[union-attr]
             for layer in self.norms.values():
                 self._batch_flags(layer)
             return []
-        estimate = batch_statistics if statistics == "batch" else statistics
         found: list[Place] = []
         self._note_hooks(self.norms.values(), HOOKS[:1])
         for path, known in zip(self.norms, self.layers(), strict=True):
             prefix, layer = f"{path}." if path else "", known.module
-            if isinstance(estimate, mixed) and by_torch and layer.affine:
+            if of_batch and layer.affine:
                 self._batch_flags(layer)
                 weight, bias = (given.get(f"{prefix}{name}", getattr(layer, name)) for name in ("weight", "bias"))
                 # So that they are put back: the hook replaces them.
                 found += [(layer._parameters, "weight", weight), (layer._parameters, "bias", bias)]
-                layer.register_forward_pre_hook(rescaling(known, estimate, weight, bias))
+                layer.register_forward_pre_hook(rescaling(known, cast(BatchStatistics, statistics), weight, bias))
                 continue
-            layer.register_forward_pre_hook(normalizing(known, estimate))
+            layer.register_forward_pre_hook(normalizing(known, statistics))
             mean, var = (value.to(self.device) for value in unit_statistics(known))
             found += [(layer._buffers, "running_mean", mean), (layer._buffers, "running_var", var)]
         return found

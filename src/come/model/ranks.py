@@ -361,25 +361,27 @@ class Part:
         self.asked += 1
         return self.total // groups * math.prod(x.shape[2:])
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance (C,) over the inputs (B, C, ...) of a layer on all ranks."""
+    def moments(self, x: Tensor, used: Tensor | None = None, groups: int = 1) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance over the inputs (B, C, ...) of a layer on all ranks, with a gradient.
+
+        Args:
+            x: the input of this rank.
+            used: (n,) bool, of all ranks: of these samples, or of all if there are none.
+            groups: equal parts of the rows of all ranks.
+
+        Returns:
+            (1, C), or with several groups (B, C): for each row of this rank those of its part.
+        """
         self.asked += 1
+        if used is not None:
+            return self._of_groups(x, torch.where(used | ~used.any(), 0, -1), 1)
+        if groups > 1:
+            group = torch.arange(self.total, device=x.device) // (self.total // groups)
+            mean, var = self._of_groups(x, group, groups)
+            return mean[group[self.rows]], var[group[self.rows]]
         var, mean = torch.var_mean(at_least_float32(x), dim=[0, *range(2, x.ndim)], correction=0)
         counts = torch.tensor(self.counts, dtype=mean.dtype, device=mean.device)[:, None, None] * math.prod(x.shape[2:])
-        mean, var = self._joined(mean[None], var[None], counts)
-        return mean[0], var[0]
-
-    def by_selection(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of the rows in the mask `chosen` (n,), which is of all ranks."""
-        mean, var = self._of_groups(x, torch.where(chosen, 0, -1), 1)
-        return mean[0], var[0]
-
-    def by_group(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """The same of each of `groups` equal parts of the rows of all ranks, (B, C, 1, ...): for each row those of its part."""
-        group = torch.arange(self.total, device=x.device) // (self.total // groups)
-        each = (value[group[self.rows]] for value in self._of_groups(x, group, groups))
-        mean, var = (value.view(*value.shape, *[1] * (x.ndim - 2)) for value in each)
-        return mean, var
+        return self._joined(mean[None], var[None], counts)
 
     def estimated(self, layer: Layer, x: Tensor, estimate: Estimate) -> tuple[Tensor, Tensor]:
         """What an estimate of statistics finds; `NotDivided` if it has looked at the rows of this rank only."""

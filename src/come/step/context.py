@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from come.errors import ModelError
-from come.model.batchnorm import Layer, Statistics, mixed
+from come.model.batchnorm import BatchStatistics, Layer, Statistics
 from come.model.functional import FunctionalModel
 from come.model.heads import Head
 from come.model.inputs import Inputs, logits_of
@@ -110,9 +110,7 @@ class Context:
     @property
     def statistics(self) -> Statistics:
         """What BatchNorm normalizes by in this step."""
-        if self.share is None:
-            return None
-        return "batch" if isinstance(self.share, float) and self.share == 1 else mixed(self.share)
+        return None if self.share is None else BatchStatistics(self.share)
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
         """A vector (P,) as one tensor for each adapted parameter, by name."""

@@ -20,7 +20,7 @@ from come.guard.samples import judge
 from come.guard.signals import observe
 from come.guard.verdict import Verdict, collapsed, compare, judged, surer
 from come.method import Method, Step
-from come.model.batchnorm import StatisticsRule, mixed
+from come.model.batchnorm import BatchStatistics, StatisticsRule
 from come.model.functional import FunctionalModel
 from come.model.inputs import UNKNOWN, Inputs, answered
 from come.optim import Moments, Rule
@@ -189,7 +189,7 @@ class Transition:
         share = self._share(ctx.valid, trusted=True)
         if share is not None:
             with self.model.as_it_is():
-                batch = ctx.forward(x, self.source, statistics=mixed(share))
+                batch = ctx.forward(x, self.source, statistics=BatchStatistics(share))
             same = batch if flags.trusted else source
         found = compare(answers, same, ctx.valid, batch, source, corrected=self.method.corrects)
         found = found if given.sums is None else given.sums + found

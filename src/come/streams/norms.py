@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from come.errors import ConfigError
-from come.model.batchnorm import Statistics, by_selection, mixed
-from come.model.inputs import at_least_float32
+from come.model.batchnorm import BatchStatistics, Statistics, normalize
+from come.state.trees import replace
 
 
 @dataclass(frozen=True)
@@ -167,53 +167,17 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.model.batchnorm`."""
-    rule, n, b, c = block.statistics, block.streams, block.each(input), input.shape[1]
-    x = input.reshape(n, b, c, -1)
-    one = b * x.shape[3] == 1
-    if rule is None or one:
-        if one or (running_mean is not None and running_var is not None):
-            y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
-            return _by_channel(block, y, weight, bias)
-        rule = "batch"
-    if isinstance(rule, by_selection):
-        with torch.no_grad():
-            mean, var = _toward_source(*rule.by_stream(x), running_mean, running_var, rule.share)
-        y = (
-            ((at_least_float32(x) - _channels(mean)) * _channels((var + eps).rsqrt()))
-            .to(input.dtype)
-            .reshape(input.shape)
-        )
+    """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.model.batchnorm.normalize`."""
+    rule, each = block.statistics, block.each(input)
+    known = running_mean is not None and running_var is not None
+    if rule is None and (known or each * math.prod(input.shape[2:]) == 1):
+        y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
         return _by_channel(block, y, weight, bias)
-    if rule != "batch" and not isinstance(rule, mixed):
+    rule = BatchStatistics() if rule is None else rule
+    if not isinstance(rule, BatchStatistics):
         raise ConfigError(f"a fleet cannot use the BatchNorm statistics {rule!r}; use one adapter for each stream")
-    flat = x.transpose(0, 1).reshape(b, n * c, -1)
-    z = F.batch_norm(flat, None, None, None, None, True, 0.0, eps).view(b, n, c, -1).transpose(0, 1)
-    if rule == "batch" or running_mean is None or running_var is None:
-        return _by_channel(block, z.reshape(input.shape), weight, bias)
-    with torch.no_grad():
-        own_var, own_mean = torch.var_mean(at_least_float32(x), dim=(1, 3), correction=0)
-        mean, var = _toward_source(own_mean, own_var, running_mean, running_var, rule.share)
-        width = (var + eps).rsqrt()
-        scale, shift = (own_var + eps).sqrt() * width, (own_mean - mean) * width
-    if weight is not None:
-        scale, shift = weight * scale, weight * shift + (0 if bias is None else bias)
-    return (z * _channels(scale) + _channels(shift)).to(input.dtype).reshape(input.shape)
-
-
-def _toward_source(
-    mean: Tensor, var: Tensor, source_mean: Tensor | None, source_var: Tensor | None, share: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    """(n, C): `share` (n,) of these and the rest of the source's."""
-    if source_mean is None or source_var is None or (isinstance(share, float) and share == 1):
-        return mean, var
-    part = torch.as_tensor(share, dtype=mean.dtype, device=mean.device).reshape(-1, 1)
-    return torch.lerp(source_mean.to(mean), mean, part), torch.lerp(source_var.to(var), var, part)
-
-
-def _channels(value: Tensor) -> Tensor:
-    """(n, C) -> (n, 1, C, 1)."""
-    return value[:, None, :, None]
+    source = (running_mean, running_var) if running_mean is not None and running_var is not None else None
+    return normalize(input, source, replace(rule, groups=block.streams), eps, weight, bias)
 
 
 # ---- layers ----

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from come.errors import ConfigError
 from come.method import Method, Step
-from come.model.batchnorm import Statistics, by_selection, mixed
+from come.model.batchnorm import BatchStatistics, Statistics
 from come.model.copies import Function
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs, logits_of
@@ -48,13 +48,13 @@ class StackedModel:
             raise ConfigError(
                 "this method looks into the model by hooks, which cannot tell streams apart; use one adapter for each stream"
             )
-        if callable(statistics) and not isinstance(statistics, by_selection):
+        if callable(statistics):
             raise ConfigError(
                 "this method has BatchNorm statistics of its own, which a fleet cannot keep by stream; use one adapter for "
                 "each stream"
             )
         tensors = leaves(tuple(x))
-        known = vars(statistics) if isinstance(statistics, (mixed, by_selection)) else {}
+        known = vars(statistics) if isinstance(statistics, BatchStatistics) else {}
         shares = {name: value for name, value in known.items() if isinstance(value, Tensor)}
 
         def do(n: int, weights: Value, *values: Value) -> Tensor:
@@ -63,7 +63,7 @@ class StackedModel:
             own = {
                 name: v if differs else v.expand(n, *v.shape) for name, (differs, v) in zip(shares, rest, strict=True)
             }
-            rule = replace(statistics, **own) if isinstance(statistics, (mixed, by_selection)) else statistics
+            rule = replace(statistics, **own) if isinstance(statistics, BatchStatistics) else statistics
             tracked = torch.is_grad_enabled()
             do, given = partial(self._called, tracked), (flat, weights[1], Block(n, rule, flat.size))
             logits: Tensor = ask(CALL if tracked else BARE_CALL, _kind(flat), do, given)
