@@ -183,8 +183,8 @@ def _normalized_by_torch(x: Tensor, eps: float, weight: Tensor | None, bias: Ten
         return F.batch_norm(x, None, None, _row(weight), _row(bias), True, 0.0, eps)
     rows, c = len(x) // groups, x.shape[1]
     flat = x.reshape(groups, rows, c, -1).transpose(0, 1).reshape(rows, groups * c, -1)
-    each = (None if value is None else value.expand(groups, c).flatten() for value in (weight, bias))
-    y = F.batch_norm(flat, None, None, *each, True, 0.0, eps)
+    weight, bias = (None if value is None else value.expand(groups, c).flatten() for value in (weight, bias))
+    y = F.batch_norm(flat, None, None, weight, bias, True, 0.0, eps)
     return y.view(rows, groups, c, -1).transpose(0, 1).reshape(x.shape)
 
 

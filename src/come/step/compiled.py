@@ -23,7 +23,7 @@ import torch
 from come.errors import ComeError, warn
 from come.model.copies import room
 from come.model.inputs import Inputs
-from come.state.trees import leaves, like, signature
+from come.state.trees import leaves, like, replace, signature
 from come.step.context import NotCapturable, Written, undo
 from come.step.state import StepFlags, StepInput, StepOutput
 from come.step.transition import Run, Transition
@@ -182,7 +182,7 @@ class CapturedGraph:
         pool: Any,
     ) -> None:
         self._given: tuple[StepInput, Inputs] = (given, x)
-        unnumbered = run._replace(count=None)
+        unnumbered = replace(run, count=None)
 
         def compute() -> StepOutput:
             own, batch = self._given

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ PRIOR = 16
 T = TypeVar("T")
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """What one execution of a step brings beside its tensors."""
 
     count: int | None
