@@ -32,7 +32,7 @@ def said(seen):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Without torch.compile, which takes long: what is asked is which batches would be compiled."""
-    monkeypatch.setattr(CompiledSteps, "_compiled", lambda self, step, running: running(step))
+    monkeypatch.setattr(CompiledSteps, "_compiled", lambda self, step, compute, run: step.borrow(compute))
 
 
 def run(adapter, data):

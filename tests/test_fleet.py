@@ -621,7 +621,7 @@ def test_the_first_batch_of_a_fleet_may_hold_invalid_samples(value):
 
 
 def test_names_that_differ_in_case_have_different_files():
-    assert len({come.fleet.file_name(name).lower() for name in ("north", "North", "NORTH")}) == 3
+    assert len({come.streams.names.file_name(name).lower() for name in ("north", "North", "NORTH")}) == 3
 
 
 @pytest.mark.parametrize("name", ["@" * 128, ":" * 127 + "a", "a" * 128])
@@ -727,7 +727,7 @@ def test_a_fork_deletes_nothing_that_the_fleet_needs(tmp_path):
 def test_a_snapshot_in_the_folder_is_left_alone(tmp_path):
     fleet, x = on_disk(tmp_path)
     fleet.step(x, "a")
-    saved, all_of_them = tmp_path / come.fleet.file_name("a"), tmp_path / "all"
+    saved, all_of_them = tmp_path / come.streams.names.file_name("a"), tmp_path / "all"
     fleet.save(saved, "a")
     before = saved.read_bytes()
     for name in "ababa":

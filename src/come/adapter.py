@@ -7,7 +7,6 @@ error or an interrupt anywhere leaves the adapter as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 from come import export as exporting
 from come import methods
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences
-from come.errors import ClosedError, ConfigError, require, shown
+from come.errors import ClosedError, ConfigError, require
 from come.guard.config import Event, Guard
 from come.method import Frozen, Method, Step
-from come.model.copies import Mode, Precision
+from come.model.copies import Precision
 from come.model.inputs import Input, Inputs
+from come.model.interface import LikeModel
 from come.model.locks import ModelLock, exclusive
 from come.model.ranks import Ranks
 from come.objectives import Objective
@@ -36,21 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
-READS = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer"})
-"""Methods of a model that an adapter has, too: they give the source model's tensors, and run nothing."""
-MOVES = frozenset(
-    {
-        *("float", "double", "half", "bfloat16", "type"),
-        *("cpu", "cuda", "xpu", "ipu", "mtia", "share_memory", "requires_grad_"),
-    }
-)
-"""Methods of a model that change it and return it, as `to`: those of an adapter do the same, and return the adapter."""
-
 Callback = Callable[["Adapter", Step], None]
 """Called with the adapter and what a step returned, after each step."""
 
 
-class Adapter:
+class Adapter(LikeModel):
     """A classifier that adapts while it predicts. `come.adapt` makes one; it is called in place of the model.
 
     The model itself is not changed: adapted weights live in the adapter, in float32 or better, and stand in the place of the
@@ -346,42 +336,6 @@ class Adapter:
         self.close()
 
     @exclusive
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast the model; what the adapter remembers follows. So do `cuda`, `cpu`, `half` and the others in `MOVES`."""
-        return self._moved("to", *args, **kwargs)
-
-    @exclusive
-    def _moved(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        getattr(self.model, name)(*args, **kwargs)
-        return self
-
-    def train(self, mode: bool = True) -> Self:
-        """Do nothing: an adapter always predicts in evaluation mode and adapts. Use `predict` to not adapt."""
-        return self
-
-    def eval(self) -> Self:
-        """Do nothing, see `train`."""
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Other public attributes are those of the model, so that an adapter can stand where a model stood.
-
-        Not so its methods, which would run the model without adaptation, or return it: only those in `READS` and `MOVES` are
-        there.
-        """
-        if name.startswith("_") or "_engine" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(self.model, name)
-        if name in MOVES:
-            return partial(self._moved, name)
-        if getattr(value, "__self__", None) is self.model and name not in READS:
-            raise AttributeError(
-                f"{name}() is a method of the unadapted {type(self.model).__name__}, and not of its adapter; if that is meant, "
-                f"call it as classifier.model.{name}()"
-            )
-        return self if value is self.model else value
-
-    @exclusive
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
         return vars(self) | {"_state": self._state.settled()}
@@ -537,7 +491,7 @@ def adapt(
         >>> classifier(torch.randn(8, 4)).shape
         torch.Size([8, 3])
     """
-    engine = engine_of(
+    engine = Engine.of(
         model,
         method,
         objective=objective,
@@ -550,32 +504,3 @@ def adapt(
         **hyperparameters,
     )
     return Adapter(engine)
-
-
-def engine_of(
-    model: nn.Module,
-    method: str | type[Method] | Method,
-    *,
-    objective: str | Objective | None,
-    guard: bool | Guard,
-    precision: Precision,
-    compile: bool,
-    channels_last: bool,
-    ranks: Ranks | None = None,
-    per_sample: Collection[str | int] | None = None,
-    **hyperparameters: Any,
-) -> Engine:
-    """What `adapt` and `Fleet` run on; the arguments are those of `adapt`."""
-    if not isinstance(guard, (bool, Guard)):
-        raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
-    hyperparameters |= {} if objective is None else {"objective": objective}
-    if isinstance(method, Method):
-        if hyperparameters:
-            raise ConfigError(
-                f"{', '.join(hyperparameters)} cannot be combined with a Method instance; pass it to {type(method).__name__}()"
-            )
-        made = method
-    else:
-        made = methods.make(method, **hyperparameters)
-    mode = Mode(precision, compile, channels_last)
-    return Engine(model, made, Guard() if guard is True else guard or None, mode, ranks, per_sample)

@@ -9,21 +9,17 @@ model (`come.streams.rendezvous`).
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
 
 from come.abstain import DEFAULT_SCORE, Promise, Wanted, abstains, confidences
-from come.adapter import engine_of
 from come.errors import ClosedError, ConfigError, InputError, StateError, shown
 from come.guard.config import Event, Guard
 from come.method import Method, Step
@@ -32,22 +28,20 @@ from come.model.copies import Precision
 from come.model.inputs import at_least_float32
 from come.model.locks import ModelLock, exclusive
 from come.objectives import Objective
-from come.optim import TorchRule
 from come.state import saving
 from come.state.files import replacing
 from come.state.trees import replace
 from come.step.context import untracked
+from come.step.engine import Engine
 from come.step.events import report
 from come.step.state import StreamState
 from come.streams.groups import Groups, Part
+from come.streams.names import FORMAT, INDEX, Name, checked_name, checked_names, file_name, read_index
 from come.streams.store import Residency, Stream
 from come.streams.vmap import index
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-Name = str | int
-NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
 
 
 class Fleet:
@@ -105,7 +99,7 @@ class Fleet:
         per_sample: Sequence[Name] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        names = _names(streams)
+        names = checked_names(streams)
         if resident is not None and (isinstance(resident, bool) or not isinstance(resident, int) or resident < 1):
             raise ConfigError(f"resident must be a whole number of streams, at least 1, or None, got {shown(resident)}")
         if isinstance(guard, Guard) and guard.policy == "raise":
@@ -115,7 +109,7 @@ class Fleet:
             )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
-        self._engine = engine_of(
+        self._engine = Engine.of(
             model,
             method,
             objective=objective,
@@ -126,20 +120,6 @@ class Fleet:
             per_sample=per_sample,
             **hyperparameters,
         )
-        own = self._engine.method
-        if own.waits:
-            raise ConfigError(
-                f"{own.name} cannot run for many streams at once: {own.waits}; use one adapter for each stream"
-            )
-        if isinstance(self._engine.transition.rule, TorchRule):
-            raise ConfigError(
-                "a fleet takes optimizer='sgd' or 'adam' (come.optim.sgd, come.optim.adam), no torch optimizer"
-            )
-        if (name := self._engine.model.not_of_norms()) is not None:
-            raise ConfigError(
-                f"{name!r} cannot differ by stream: a fleet knows weights and biases of normalization layers only; choose "
-                "these with select=come.select.norm_affine(), or use one adapter for each stream"
-            )
         self._groups = Groups(self._engine)
         self._residency = Residency(self._engine, resident, None if folder is None else Path(folder))
         self._streams: dict[str, Stream] = {}
@@ -320,7 +300,7 @@ class Fleet:
             name: up to 128 letters, digits and `_ . @ + : = -`; not a dot first.
             **own: a learning rate and thresholds of its own: lr, and what the method lists in `by_stream`.
         """
-        name = _name(name)
+        name = checked_name(name)
         with untracked():
             self._check_open()
             if name in self._streams:
@@ -464,11 +444,11 @@ class Fleet:
             self._check_open()
             self._follow()
             if name is not None:
-                name = _name(name)
+                name = checked_name(name)
                 found = {name: self._read(self._streams.get(name) or self._new({}), Path(path))}
             else:
                 found = {}
-                for one, own in _index_of(Path(path)).items():
+                for one, own in read_index(Path(path)).items():
                     found[one] = self._read(self._new(own), Path(path) / file_name(one))
             others = {one: stream for one, stream in self._streams.items() if one not in found}
             self._streams = self._residency.evicted(others | found)
@@ -494,7 +474,7 @@ class Fleet:
         return state
 
     def _known(self, name: Name) -> str:
-        name = _name(name)
+        name = checked_name(name)
         if name not in self._streams:
             raise ConfigError(
                 f"there is no stream {name!r}; open() it first ({len(self._streams)} are open"
@@ -542,56 +522,3 @@ class Fleet:
             if self._at != (source.device, source.dtype):
                 self._streams = self._residency.moved(self._streams, self._at[0])
                 self._at = (source.device, source.dtype)
-
-
-INDEX, FORMAT = "fleet.json", "come-fleet-1"
-
-
-def _index_of(folder: Path) -> dict[str, dict[str, float]]:
-    """Streams of a folder that `save` wrote, and what each has of its own."""
-    try:
-        found = json.loads((folder / INDEX).read_text())
-        if found["format"] != FORMAT:
-            raise StateError(f"{folder / INDEX} must have format {FORMAT!r}, got {shown(found['format'])}")
-        return {_name(name): {k: _number(k, v) for k, v in own.items()} for name, own in found["streams"].items()}
-    except OSError as error:
-        raise StateError(f"cannot read {folder / INDEX}: {error.strerror}; give a folder that save() wrote") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StateError(f"{folder / INDEX} is damaged: {error}; use an older copy") from error
-
-
-def _number(name: str, value: Any) -> float:
-    """As it was written: a seed is an integer."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} must be a number, got {shown(value)}")
-    return value
-
-
-def _names(streams: int | Sequence[Name]) -> list[str]:
-    """The names that were given, or as many as asked for."""
-    if isinstance(streams, int):
-        if isinstance(streams, bool) or streams < 0:
-            raise ConfigError(f"streams must be names, or how many, at least 0; got {shown(streams)}")
-        return [str(i) for i in range(streams)]
-    if isinstance(streams, (str, Mapping)) or not isinstance(streams, Iterable):
-        raise ConfigError(f"streams must be a list of names, or how many, got {shown(streams)}")
-    return [_name(name) for name in streams]
-
-
-def _name(name: Any) -> str:
-    """A valid name; it may become the name of a file, a label of a metric and a line of a log."""
-    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
-        return str(name)
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ConfigError(
-            f"the name of a stream must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"
-        )
-    return name
-
-
-def file_name(name: str) -> str:
-    """The file of a stream in a folder: readable, and unlike all others where case does not count and names must be short."""
-    plain = quote(name, safe="")
-    if len(plain) > 200 or name != name.lower():
-        plain = f"{plain[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
-    return f"{plain}.safetensors"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from come.errors import ComeError, shown
-from come.fleet import NAME
+from come.streams.names import NAME
 
 
 class RequestError(ComeError):

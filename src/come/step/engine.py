@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from come import optim
+from come import methods, optim
 from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored, usable
-from come.errors import CollapseError, ModelError
+from come.errors import CollapseError, ConfigError, ModelError, shown
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
 from come.method import Method, Step
-from come.model.copies import Mode
+from come.model.copies import Mode, Precision
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs, Key
 from come.model.locks import ModelLock
@@ -80,9 +80,38 @@ class Engine:
             if hasattr(self.method, name):
                 setattr(self.method, name, None)
 
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        method: str | type[Method] | Method,
+        *,
+        objective: str | Objective | None,
+        guard: bool | Guard,
+        precision: Precision,
+        compile: bool,
+        channels_last: bool,
+        ranks: Ranks | None = None,
+        per_sample: Collection[Key] | None = None,
+        **hyperparameters: Any,
+    ) -> Engine:
+        """From the arguments of `come.adapt`."""
+        if not isinstance(guard, (bool, Guard)):
+            raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
+        hyperparameters |= {} if objective is None else {"objective": objective}
+        if not isinstance(method, Method):
+            method = methods.make(method, **hyperparameters)
+        elif hyperparameters:
+            raise ConfigError(
+                f"{', '.join(hyperparameters)} cannot be combined with a Method instance; pass it to {type(method).__name__}()"
+            )
+        mode = Mode(precision, compile, channels_last)
+        return cls(model, method, Guard() if guard is True else guard or None, mode, ranks, per_sample)
+
     def _begin(self, mode: Mode) -> None:
         with untracked():
             self._bind(self.method.select, mode)
+            self.follow()  # copies of the model that other adapters have made may be stale
             first = self.first()
         ctx = self.context(first, 1)
         found = self.model.borrow(lambda: self.method.setup(ctx))

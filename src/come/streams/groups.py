@@ -13,6 +13,7 @@ from come.errors import ComeError, ConfigError
 from come.guard.watch import Sent, to_host
 from come.method import Method, Step
 from come.model.inputs import Inputs, logits_of
+from come.optim import TorchRule
 from come.step.engine import Engine
 from come.step.state import StepFlags, StepInput, StepOutput, StreamState
 from come.step.transition import Run
@@ -51,9 +52,26 @@ class Groups:
 
     Args:
         engine: of all streams.
+
+    Raises:
+        ConfigError: its method, optimizer or parameters cannot be stacked.
     """
 
     def __init__(self, engine: Engine) -> None:
+        method = engine.method
+        if method.waits:
+            raise ConfigError(
+                f"{method.name} cannot run for many streams at once: {method.waits}; use one adapter for each stream"
+            )
+        if isinstance(engine.transition.rule, TorchRule):
+            raise ConfigError(
+                "a fleet takes optimizer='sgd' or 'adam' (come.optim.sgd, come.optim.adam), no torch optimizer"
+            )
+        if (name := engine.model.not_of_norms()) is not None:
+            raise ConfigError(
+                f"{name!r} cannot differ by stream: a fleet knows weights and biases of normalization layers only; choose "
+                "these with select=come.select.norm_affine(), or use one adapter for each stream"
+            )
         self._engine = engine
         self._rates: tuple[Any, Tensor] | None = None
         self._proven = False
