@@ -11,7 +11,7 @@ in `give_back` itself: the next `give_back` does the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import setitem
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -31,7 +31,7 @@ from come.model.batchnorm import (
 )
 from come.model.copies import OUT_OF_REACH, Function, Mode, ModelCopies, ModelCopy, Place, UncopiedError, fused
 from come.model.inputs import Arguments, Inputs, Key, checked, expected_dims
-from come.model.parameters import Slot, buffers_of, selected, slots_of
+from come.model.parameters import AdaptedParameters, Slot, buffers_of
 from come.select import BATCH_NORMS, Selector, is_norm
 from come.streams.norms import Block
 
@@ -39,10 +39,6 @@ if TYPE_CHECKING:
     from come.model.ranks import Part, Ranks
 
 T = TypeVar("T")
-ALIGNED = 64
-"""Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
-
-
 LOSS_SCALE = 256.0
 
 HOOKS = (
@@ -57,7 +53,7 @@ HOOKS = (
 """Where a module keeps the hooks that run with it."""
 
 
-class FunctionalModel:
+class FunctionalModel(AdaptedParameters):
     """A model and the parameters of it that adapt.
 
     Args:
@@ -78,15 +74,10 @@ class FunctionalModel:
         mode: Mode | None = None,
         per_sample: Collection[Key] | None = None,
     ) -> None:
-        self.model, self.mode, self._arguments = model, mode or Mode(), Arguments(model, per_sample)
-        self.parameters = selected(model, select, method, descends)
-        """The adapted parameters by name, the user's own."""
-        self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        self._room = [-(-p.numel() // ALIGNED) * ALIGNED for p in self.parameters.values()]
-        self._number = {id(p): i for i, p in enumerate(self.parameters.values())}
-        self._params = list(model.parameters())
-        self._slots, self._links = slots_of(model, self._number)
-        self._versions = self._read_versions()
+        self.mode, self._arguments = mode or Mode(), Arguments(model, per_sample)
+        super().__init__(model, select, method, descends)
+        self.plain = self.mode.plain
+        """Whether the user's own model is called, and no copy of it."""
         self._modules = list(model.modules())
         self._names = frozenset(slot.name for slot in self._slots)
         self.norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
@@ -114,52 +105,12 @@ class FunctionalModel:
         """The model's weights and buffers at the last step."""
         self._stand_ins = ModelCopies.of(model)
 
-    # ---- the vector of adapted weights ----
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._params[0].device if self._params else torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the vector: float64 for models in double precision, else float32."""
-        double = any(p.dtype == torch.float64 for p in self.parameters.values())
-        return torch.float64 if double else torch.float32
-
     @property
     def loss_scale(self) -> float:
         """Factor on the loss, divided out of the gradient: in float16 small gradients would underflow."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         return LOSS_SCALE if autocast or any(p.dtype == torch.float16 for p in self._params) else 1.0
-
-    def join(self, values: Sequence[Tensor]) -> Tensor:
-        """One tensor for each adapted parameter -> the vector (P,)."""
-        parts = [
-            nn.functional.pad(value.detach().to(self.dtype).flatten(), (0, room - value.numel()))
-            for value, room in zip(values, self._room, strict=True)
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
-
-    def split(self, weights: Tensor) -> list[Tensor]:
-        """The vector (P,) -> a view for each adapted parameter."""
-        if not self._room:
-            return []
-        parts = torch.split(weights, self._room)
-        return [_cut(part, shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
-
-    def named(self, weights: Tensor) -> dict[str, Tensor]:
-        """The vector (P,) as tensors by parameter name."""
-        return dict(zip(self.shapes, self.split(weights), strict=True))
-
-    def source(self) -> Tensor:
-        """The model's own values as a vector."""
-        return self.join(list(self.parameters.values()))
-
-    def largest(self) -> float:
-        """How large a weight may be, with room to spare: in half precision an overflow is near."""
-        return min((torch.finfo(p.dtype).max / 1e3 for p in self.parameters.values()), default=torch.inf)
 
     # ---- gradients and random numbers of one stream; `come.streams.transition.StackedModel` has those of many ----
 
@@ -179,30 +130,6 @@ class FunctionalModel:
     def may_branch(self) -> bool:
         """Whether Python may look at values within a step: on a CPU that costs nothing."""
         return self.device.type == "cpu"
-
-    # ---- has the user changed the model? ----
-
-    def _read_versions(self) -> list[int]:
-        # torch counts in-place changes in `_version`, which has no public name; moving and casting do not count.
-        return [p._version for p in self.parameters.values()]
-
-    def check_unchanged(self) -> None:
-        """Raise `ModelError` if an adapted parameter was replaced or overwritten since the model was borrowed."""
-        for path, (parent, name, child) in self._links.items():
-            if parent._modules.get(name) is not child:
-                raise self._changed(path, "was replaced")
-        for slot in self._slots:
-            if slot.owner._parameters.get(slot.attribute) is not slot.value:
-                raise self._changed(slot.name, "was replaced")
-        for name, before, after in zip(self.shapes, self._versions, self._read_versions(), strict=True):
-            if before != after:
-                raise self._changed(name, "was overwritten")
-
-    def _changed(self, name: str, what: str) -> ModelError:
-        return ModelError(
-            f"{name!r} of {type(self.model).__name__} {what} after adapt(): the adapter would go on with the old values. "
-            "Load weights and exchange layers first, then call adapt() again"
-        )
 
     # ---- calling it ----
 
@@ -225,7 +152,7 @@ class FunctionalModel:
         self.check_unchanged()
         try:
             try:
-                with torch.enable_grad(), self.mode.active():
+                with torch.enable_grad(), self.mode.active() if self.mode.precision == "tf32" else nullcontext():
                     self._prepare()
                     return call()
             finally:
@@ -251,19 +178,6 @@ class FunctionalModel:
         """Put back whatever a step or a call has changed in the model; may be called at any time, any number of times."""
         self._undo(0)
 
-    @torch.no_grad()
-    def overwrite(self, weights: Tensor) -> None:
-        """Write the vector (P,) into the model's own parameters, all or none."""
-        before = [p.clone() for p in self.parameters.values()]
-        try:
-            for p, value in zip(self.parameters.values(), self.split(weights), strict=True):
-                p.copy_(value)
-        except BaseException:
-            for p, value in zip(self.parameters.values(), before, strict=True):
-                p.copy_(value)
-            self._versions = self._read_versions()
-            raise
-
     def call(
         self, x: Inputs, weights: Tensor, statistics: Statistics = None, hooks: Sequence[Callable[[], Any]] = ()
     ) -> Any:
@@ -280,10 +194,10 @@ class FunctionalModel:
             for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
         ]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
-        rule = None if hooks or self.mode.plain or self._stand_ins.uncopied else self._rule_of(statistics, x.size)
+        rule = None if hooks or self.plain or self._stand_ins.uncopied else self._rule_of(statistics, x.size)
         share = statistics.share if isinstance(statistics, BatchStatistics) else None
         try:
-            with self.mode.rounding(self.device):
+            with nullcontext() if self.plain else self.mode.rounding(self.device):
                 if rule is not None:
                     try:
                         return self._call_stand_in(rule, given, x, share=share)
@@ -291,7 +205,7 @@ class FunctionalModel:
                         self._stand_ins.give_up(str(reason))
                         kind = type(self.model).__name__
                         warn(f"{kind} is run itself and not compiled, since {reason}")
-                return self._call_own(given, self.mode.images(x), statistics, hooks)
+                return self._call_own(given, x if self.plain else self.mode.images(x), statistics, hooks)
         except (RuntimeError, ValueError, IndexError) as error:
             if (explained := self._explained(error, x)) is error:
                 raise
@@ -305,7 +219,7 @@ class FunctionalModel:
             weights: for each block (n, P), or (P,) if they are the same for all of its streams.
             blocks: which streams.
         """
-        parts = [self._by_stream(values) for values in weights]
+        parts = [self.split_streams(values) for values in weights]
         values: list[Any] = parts[0] if len(parts) == 1 else [list(column) for column in zip(*parts, strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         try:
@@ -319,14 +233,6 @@ class FunctionalModel:
             if (explained := self._explained(error, x)) is error:
                 raise
             raise explained from error
-
-    def _by_stream(self, weights: Tensor) -> list[Tensor]:
-        """The vectors (n, P) -> (n, ...) for each adapted parameter."""
-        parts = torch.split(weights, self._room, dim=-1) if self._room else ()
-        return [
-            part[..., : p.numel()].reshape(*weights.shape[:-1], *p.shape).to(p.dtype)
-            for part, p in zip(parts, self.parameters.values(), strict=True)
-        ]
 
     def _call_own(
         self, given: dict[str, Tensor], x: Inputs, statistics: Statistics, hooks: Sequence[Callable[[], Any]]
@@ -517,9 +423,3 @@ def _drop_new(known: list[tuple[dict[int, Any], frozenset[int]]]) -> None:
     for table, keys in known:
         for key in [key for key in table if key not in keys]:
             del table[key]
-
-
-def _cut(part: Tensor, shape: torch.Size) -> Tensor:
-    """The parameter of that shape at the beginning of a part of the vector, in as few operations as possible."""
-    part = part if len(part) == shape.numel() else part[: shape.numel()]
-    return part if part.shape == shape else part.view(shape)

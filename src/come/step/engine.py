@@ -400,7 +400,7 @@ class Engine:
             copies: whether copies of the model are used whatever the mode.
         """
         self.model.give_back()
-        if (copies or not self.model.mode.plain) and self.model.drop_stale_copies():
+        if (copies or not self.model.plain) and self.model.drop_stale_copies():
             self.compiled.forget()
         step, device, dtype = self.transition, self.device, self.model.dtype
         if step.source.device != device or step.source.dtype != dtype:
