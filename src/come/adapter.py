@@ -372,18 +372,11 @@ class Adapter(LikeModel):
     def export(self, path: str | PathLike[str] | None = None, example: Input | None = None) -> nn.Module:
         """The adapted model by itself: a copy of the model that computes what `predict` does, and adapts no more.
 
-        It is in evaluation mode and needs no gradients. It holds the weights of now: of a teacher, where that answers (CoTTA,
-        RoTTA); T3A's prototypes in place of its head; the source's where the guard lets the source answer. What a BatchNorm
-        layer normalizes by is what `predict` uses:
-
-        - statistics="source": the running statistics of the source (RoTTA: its robust ones); the layer stays as it is.
-        - "mixed": n/(n + 16) of the statistics of the n samples that the export is called with, and the rest of the source's;
-          a `come.export.OnBatch` stands around the layer. With a guard that uses the source's now: these.
-        - "batch": the statistics of these samples alone, in the same way.
-
-        So with mixed and batch an answer depends on the other samples of its batch, as in `predict`; for one that does not,
-        adapt with statistics="source". `precision`, `compile` and `channels_last` are ways to run a model, and are not in it.
-        Nor is the guard: an invalid sample, which `predict` masks, is answered, and spoils the statistics of its batch.
+        It is in evaluation mode and needs no gradients. It holds the current weights: a teacher's where that answers (CoTTA,
+        RoTTA), T3A's prototypes as its head, the source's where the guard lets the source answer. BatchNorm normalizes as
+        in `predict`: "source" and RoTTA leave the layer as it is; "mixed" and "batch" put a `come.export.OnBatch` around it, so
+        that an answer depends on the other samples of its batch. `precision`, `compile` and `channels_last` are not in it, nor is
+        the guard: an invalid sample, which `predict` masks, is answered, and spoils the statistics of its batch.
 
         Args:
             path: write it to a file, too: NAME.pt2 for `torch.export.load`, NAME.onnx for ONNX Runtime and others (needs the

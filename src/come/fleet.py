@@ -9,8 +9,7 @@ model (`come.streams.rendezvous`).
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -29,14 +28,13 @@ from come.model.inputs import at_least_float32
 from come.model.locks import ModelLock, exclusive
 from come.objectives import Objective
 from come.state import saving
-from come.state.files import replacing
 from come.state.trees import replace
 from come.step.context import untracked
 from come.step.engine import Engine
 from come.step.events import report
 from come.step.state import StreamState
 from come.streams.groups import Groups, Part
-from come.streams.names import FORMAT, INDEX, Name, checked_name, checked_names, file_name, read_index
+from come.streams.names import Name, checked_name, checked_names, file_name, names_of_samples, read_index, write_folder
 from come.streams.store import Residency, Stream
 from come.streams.vmap import index
 
@@ -69,10 +67,8 @@ class Fleet:
         folder: where streams go that are not resident, while the fleet lives: into a folder of its own in this one, which
             must exist. To keep states use `save`.
         guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
-        precision: as in `come.adapt`.
-        compile: as in `come.adapt`: each number of streams and of samples is a shape of its own, so it pays where these repeat.
-        channels_last: as in `come.adapt`.
-        per_sample: as in `come.adapt`.
+        precision, compile, channels_last, per_sample: as in `come.adapt`. Each number of streams and of samples is compiled by
+            itself, so that pays where these repeat.
         **hyperparameters: what the method takes; of all streams, see `open` for one.
 
     Example:
@@ -409,19 +405,8 @@ class Fleet:
             if name is not None:
                 self._write(self._known(name), Path(path))
                 return
-            folder = Path(path)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                files = {one: file_name(one) for one in self._streams}
-                for one, file in files.items():
-                    self._write(one, folder / file)
-                index = {"format": FORMAT, "streams": {one: self._streams[one].own for one in files}}
-                with replacing(folder / INDEX) as beside:
-                    beside.write_text(json.dumps(index, indent=1))
-            except OSError as error:
-                raise StateError(
-                    f"cannot write to {folder}: {error.strerror}; choose a folder that is writable"
-                ) from error
+            own = {one: stream.own for one, stream in self._streams.items()}
+            write_folder(Path(path), own, lambda one, file: self._write(one, file))
 
     @exclusive
     def packed(self, name: Name, note: str = "") -> bytes:
@@ -484,16 +469,7 @@ class Fleet:
 
     def _rows(self, streams: Any, size: int) -> dict[str, list[int]]:
         """The rows of the batch by stream, in the order in which streams occur."""
-        if isinstance(streams, (str, int)):
-            streams = [streams] * size
-        names = streams.tolist() if isinstance(streams, Tensor) else streams
-        if isinstance(names, Mapping) or not isinstance(names, Iterable):
-            raise InputError(
-                f"streams must be the name of a stream for each of the {size} samples, got {shown(streams)}"
-            )
-        names = list(names)
-        if len(names) != size:
-            raise InputError(f"streams must name the stream of each of the {size} samples, got {len(names)} names")
+        names = names_of_samples(streams, size)
         rows: dict[str, list[int]] = {}
         for i, name in enumerate(names):
             rows.setdefault(self._known(name), []).append(i)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from come.errors import ConfigError, StateError, shown
+from torch import Tensor
+
+from come.errors import ConfigError, InputError, StateError, shown
+from come.state.files import replacing
 
 Name = str | int
 NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
@@ -67,3 +70,28 @@ def file_name(name: str) -> str:
     if len(plain) > 200 or name != name.lower():
         plain = f"{plain[:100]}~{hashlib.sha256(name.encode()).hexdigest()}"
     return f"{plain}.safetensors"
+
+
+def write_folder(folder: Path, own: Mapping[str, dict[str, float]], write: Callable[[str, Path], None]) -> None:
+    """Write a file for each stream and the index, last."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in own:
+            write(name, folder / file_name(name))
+        with replacing(folder / INDEX) as beside:
+            beside.write_text(json.dumps({"format": FORMAT, "streams": own}, indent=1))
+    except OSError as error:
+        raise StateError(f"cannot write to {folder}: {error.strerror}; choose a folder that is writable") from error
+
+
+def names_of_samples(streams: Any, size: int) -> list[Any]:
+    """The name of the stream of each sample."""
+    if isinstance(streams, (str, int)):
+        streams = [streams] * size
+    names = streams.tolist() if isinstance(streams, Tensor) else streams
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
+        raise InputError(f"streams must be the name of a stream for each of the {size} samples, got {shown(streams)}")
+    names = list(names)
+    if len(names) != size:
+        raise InputError(f"streams must name the stream of each of the {size} samples, got {len(names)} names")
+    return names
