@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from pretended import pretend
 from torch import nn
 
 import come
@@ -502,3 +503,39 @@ def test_trees():
     assert other[1][1] == 3
     assert signature(tree) == signature(other) != signature(leaves(tree))
     assert Mode().plain
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize("method", ["tent", "eata", "steady"])
+def test_captured_steps_on_a_pretended_gpu(method, norm, monkeypatch):
+    """A replay gives what the step gives; the state before it stays as it was."""
+    model, data = TinyClassifier(NORMS[norm]), batches(12, size=16)
+    more = {"source": [data[0]]} if method == "eata" else {}
+    plain = come.adapt(model, method, lr=0.01, **more)
+    expected = [plain.step(x) for x in data]
+    made = pretend(monkeypatch)
+    fast = come.adapt(model, method, lr=0.01, compile=True, **more)
+    for i, x in enumerate(data):
+        state = fast._state
+        before, kept = state.weights, state.weights.clone()
+        step = fast.step(x)
+        assert torch.equal(before, kept)
+        assert fast._state.weights.data_ptr() != before.data_ptr()
+        torch.testing.assert_close(step.logits, expected[i].logits, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(step.loss, expected[i].loss, rtol=1e-3, atol=1e-5)
+    assert 1 <= len(made) <= 4
+    for name, value in plain.state_dict().items():
+        if value.is_floating_point() and name != "selected":  # a graph runs the model on all samples
+            torch.testing.assert_close(fast.state_dict()[name], value, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def test_captured_steps_of_a_fleet_on_a_pretended_gpu(monkeypatch):
+    model, data = TinyClassifier(NORMS["batch"]), batches(6, size=8)
+    names = list("aabbaabb")
+    plain = come.Fleet(model, "tent", lr=0.01, streams=["a", "b"])
+    expected = [plain.step(x, names).logits for x in data]
+    made = pretend(monkeypatch)
+    fast = come.Fleet(model, "tent", lr=0.01, streams=["a", "b"], compile=True)
+    for x, wanted in zip(data, expected, strict=True):
+        torch.testing.assert_close(fast.step(x, names).logits, wanted, rtol=1e-5, atol=1e-6)
+    assert made
