@@ -375,7 +375,7 @@ class Adapter(LikeModel):
         It is in evaluation mode and needs no gradients. It holds the current weights: a teacher's where that answers (CoTTA,
         RoTTA), T3A's prototypes as its head, the source's where the guard lets the source answer. BatchNorm normalizes as
         in `predict`: "source" and RoTTA leave the layer as it is; "mixed" and "batch" put a `come.export.OnBatch` around it, so
-        that an answer depends on the other samples of its batch. `precision`, `compile` and `channels_last` are not in it, nor is
+        that an answer depends on the other samples of its batch. `precision`, `compile`, `channels_last` are not in it, nor is
         the guard: an invalid sample, which `predict` masks, is answered, and spoils the statistics of its batch.
 
         Args:

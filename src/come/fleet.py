@@ -33,7 +33,7 @@ from come.step.context import untracked
 from come.step.engine import Engine
 from come.step.events import report
 from come.step.state import StreamState
-from come.streams.groups import Groups, Part
+from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, names_of_samples, read_index, write_folder
 from come.streams.store import Residency, Stream
 from come.streams.vmap import index
@@ -164,7 +164,7 @@ class Fleet:
         parts, events = [], list[tuple[str, Event]]()
         for name, mine in rows.items():
             state, said = engine.begun(self._state(name))
-            parts.append(Part(name, mine, state, self._streams[name].method))
+            parts.append(StreamRows(name, mine, state, self._streams[name].method))
             events += [(name, event) for event in said]
         before = self._streams
         try:
@@ -186,7 +186,7 @@ class Fleet:
         """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
         inputs = self._engine.model.read((x,))
         rows = self._ready(streams, inputs.size)
-        parts = [Part(name, mine, self._state(name), self._streams[name].method) for name, mine in rows.items()]
+        parts = [StreamRows(name, mine, self._state(name), self._streams[name].method) for name, mine in rows.items()]
         out = self._groups.answer(inputs, parts)
         calibrated = {part.name: part.rows for part in parts if part.state.abstention is not None}
         return out._replace(abstain=self._abstains(out.logits, calibrated)) if calibrated else out

@@ -22,7 +22,7 @@ from come.streams.transition import StackedModel, StackedTransition
 from come.streams.vmap import apart, index, joined, over, parted, sent
 
 
-class Part(NamedTuple):
+class StreamRows(NamedTuple):
     """A stream in a batch."""
 
     name: str
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 class Group(NamedTuple):
     """Streams that run as one step."""
 
-    parts: list[Part]
+    parts: list[StreamRows]
     size: int
     """Samples of each stream."""
     flags: StepFlags
@@ -77,7 +77,7 @@ class Groups:
         self._proven = False
         """Whether the model was seen to keep samples in the first dimension."""
 
-    def step(self, x: Inputs, parts: list[Part]) -> tuple[dict[str, StreamState], Step]:
+    def step(self, x: Inputs, parts: list[StreamRows]) -> tuple[dict[str, StreamState], Step]:
         """The new state of each stream, and what is returned, in the order of the batch."""
         found, states = self._run(x, parts, True), dict[str, StreamState]()
         steps = list[tuple[list[int], Step]]()
@@ -88,11 +88,11 @@ class Groups:
             steps.append((group.rows, out))
         return states, in_order(steps, x.size)
 
-    def answer(self, x: Inputs, parts: list[Part]) -> Step:
+    def answer(self, x: Inputs, parts: list[StreamRows]) -> Step:
         """What is returned without adapting, in the order of the batch."""
         return in_order([(group.rows, _flat(output.out)) for group, output in self._run(x, parts, False)], x.size)
 
-    def _run(self, x: Inputs, parts: list[Part], adapts: bool) -> list[tuple[Group, StepOutput]]:
+    def _run(self, x: Inputs, parts: list[StreamRows], adapts: bool) -> list[tuple[Group, StepOutput]]:
         """What each group of the batch ends with."""
 
         def run() -> list[tuple[Group, StepOutput]]:
@@ -105,8 +105,8 @@ class Groups:
 
         return self._engine.model.borrow(run)
 
-    def _grouped(self, x: Inputs, parts: list[Part], adapts: bool) -> list[Group]:
-        groups: dict[Any, list[Part]] = {}
+    def _grouped(self, x: Inputs, parts: list[StreamRows], adapts: bool) -> list[Group]:
+        groups: dict[Any, list[StreamRows]] = {}
         for part in parts:
             flags, watch = self._engine.flags(part.state), part.state.watch
             flags = flags._replace(few=False) if adapts else StepFlags(resting=flags.resting, trusted=flags.trusted)
@@ -117,7 +117,7 @@ class Groups:
             groups.setdefault(key, []).append(part)
         return [self._prepared(flags, members, x, size) for (flags, size, *_), members in groups.items()]
 
-    def _prepared(self, flags: StepFlags, parts: list[Part], x: Inputs, size: int) -> Group:
+    def _prepared(self, flags: StepFlags, parts: list[StreamRows], x: Inputs, size: int) -> Group:
         """Streams with the same number of samples, ready for a step."""
         engine = self._engine
         rows = [row for part in parts for row in part.rows]
@@ -151,7 +151,7 @@ class Groups:
 
     # ---- stacking and unstacking ----
 
-    def _given(self, flags: StepFlags, parts: list[Part], size: int) -> StepInput:
+    def _given(self, flags: StepFlags, parts: list[StreamRows], size: int) -> StepInput:
         """What a step of these streams begins with, (n, ...)."""
         engine, states = self._engine, [part.state for part in parts]
         rates = tuple(engine.rate(part.state, size, part.method) for part in parts)
