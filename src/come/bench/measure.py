@@ -12,7 +12,7 @@ from come import objectives
 from come.adapter import Adapter
 from come.bench.cell import Cell
 from come.bench.data import Account, Batch, Source, batches
-from come.bench.data.store import Resident
+from come.bench.data.store import DeviceCache as Resident
 from come.bench.machine import ALONE, Jobs, Meter
 from come.bench.models import Model
 from come.bench.record import COLUMNS, Record, Result, Rows

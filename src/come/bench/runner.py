@@ -26,7 +26,8 @@ from come.bench.cluster import Cluster, Workers
 from come.bench.data import FashionSource, OnBadImage, Source, Stream, open_source
 from come.bench.data.classes import in_order, read_classes
 from come.bench.data.reading import reason
-from come.bench.data.store import Kept, Resident
+from come.bench.data.store import DecodedStore as Kept
+from come.bench.data.store import DeviceCache as Resident
 from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.folder import RunFolder, Stamp, check_space
 from come.bench.helpers import Helpers

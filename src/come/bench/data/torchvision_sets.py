@@ -17,20 +17,18 @@ from come.errors import InputError, unknown
 
 _PICKLE = "torchvision unpickles a file beside it, which could run anything; give its images as folder:PATH"
 NOT_OPENED = {
-    "ImageFolder": "write folder:PATH",
-    "DatasetFolder": "write folder:PATH",
-    "LSUN": _PICKLE,
-    "LSUNClass": _PICKLE,
+    **dict.fromkeys(("ImageFolder", "DatasetFolder"), "write folder:PATH"),
+    **dict.fromkeys(("LSUN", "LSUNClass"), _PICKLE),
 }
 
 
 class TorchvisionSource(DatasetSource):
-    """A data set that torchvision reads, from files that may hold anything; its test split, where it has one.
+    """A data set of torchvision from files that are not trusted; its test split, where it has one.
 
     Args:
         name: the specification.
         rest: name of the data set in torchvision and, after a colon, its folder ("data" without one).
-        preprocess: makes squares of its pictures.
+        preprocess: crops its images to squares.
 
     Example:
         >>> TorchvisionSource("torchvision:FakeData", "FakeData", Preprocess(32, 32)).load([0]).images.shape
@@ -39,7 +37,7 @@ class TorchvisionSource(DatasetSource):
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess) -> None:
         kind, _, root = rest.partition(":")
-        data = _data_set(kind, root or "data")
+        data = _open(kind, root or "data")
         classes = getattr(data, "classes", None)
         count = getattr(data, "num_classes", None) if classes is None else len(classes)
         if not isinstance(count, int):
@@ -49,12 +47,12 @@ class TorchvisionSource(DatasetSource):
         super().__init__(data, num_classes=count, name=name, preprocess=preprocess)
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Ask torchvision."""
+        """Read with torchvision."""
         with self._reading():
             return super().load(self._known(indices), corruption, severity)
 
     def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64; where torchvision has a list of them, no picture is read."""
+        """The labels of all samples, (N,) int64; no image is read where torchvision has a list of labels."""
         listed = getattr(self._data, "targets", None)
         with self._reading():
             found = super().labels() if listed is None else torch.as_tensor(listed, dtype=torch.int64)
@@ -64,7 +62,7 @@ class TorchvisionSource(DatasetSource):
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What goes wrong in torchvision is the files' fault."""
+        """Turn any error of torchvision into an `InputError`: the files are wrong."""
         try:
             with quiet():
                 yield
@@ -76,7 +74,7 @@ class TorchvisionSource(DatasetSource):
             ) from error
 
 
-def _data_set(kind: str, root: str) -> Any:
+def _open(kind: str, root: str) -> Any:
     import torchvision.datasets
 
     if kind in NOT_OPENED:
@@ -84,15 +82,14 @@ def _data_set(kind: str, root: str) -> Any:
     known = [n for n in torchvision.datasets.__all__ if n[0].isupper()]
     if kind not in known:
         raise unknown("torchvision data set", kind, known)
-    make = getattr(torchvision.datasets, kind)
     place: dict[str, Any] = {"size": 64} if kind == "FakeData" else {"root": root}
-    attempts: list[dict[str, Any]] = [{"train": False}, {"split": "test"}, {"split": "val"}, {}]
-    for arguments in attempts:
+    splits: list[dict[str, Any]] = [{"train": False}, {"split": "test"}, {"split": "val"}, {}]
+    for split in splits:
         try:
-            return make(**place, **arguments)
-        except TypeError:
+            return getattr(torchvision.datasets, kind)(**place, **split)
+        except TypeError:  # it has no such argument
             continue
-        except Exception as error:  # whatever torchvision met in the files, or a package that it lacks
+        except Exception as error:  # of damaged files, or of a missing package
             raise InputError(
                 f"torchvision's {kind} is not in {root} ({reason(error)}); download it there first, "
                 f"or name the folder: torchvision:{kind}:PATH"
