@@ -101,9 +101,6 @@ def get(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
-# ---- paper and measured ----
-
-
 def comparable(plan: Plan, experiment: Experiment) -> bool:
     """Whether numbers can be compared one by one: ImageNet-C and the paper's model."""
     return plan.data.startswith("imagenet-c") and plan.model == PAPER_MODELS[experiment.model]
