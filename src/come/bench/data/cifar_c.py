@@ -19,16 +19,7 @@ from come.errors import InputError
 
 
 class CifarCSource(Source):
-    """`PATH/<corruption>.npy` and `PATH/labels.npy`: the five severities one after the other.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     np.save(Path(folder) / "fog.npy", np.zeros((10, 32, 32, 3), dtype=np.uint8))
-        ...     np.save(Path(folder) / "labels.npy", np.tile([3, 7], 5))
-        ...     CifarCSource("cifar10-c:mine", folder, 10).load([1], "fog", 5).labels
-        tensor([7])
-    """
+    """`PATH/<corruption>.npy` and `PATH/labels.npy`: the five severities one after the other."""
 
     at_hand = True
 

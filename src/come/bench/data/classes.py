@@ -10,10 +10,8 @@ from typing import Any
 from come.bench.data.reading import read_regular, reason
 from come.errors import InputError, printable, shown
 
-LONGEST = 2**24
-"""Bytes of a file with the names of classes."""
-FIRST = 3
-"""Classes that `in_order` names before the last one."""
+LONGEST = 2**24  # bytes of a file with the names of classes
+FIRST = 3  # classes that `in_order` names before the last one
 
 
 def read_classes(path: str | Path) -> list[str]:

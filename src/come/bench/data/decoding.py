@@ -17,18 +17,11 @@ FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
 """Accepted whatever the file's ending. Pillow knows many more; one of them starts another program."""
 MAX_PIXELS = 2**30 // 12
 """Of an image file, 89 million: where Pillow begins to warn. Decoding one takes up to 1 GB."""
-MAX_BYTES = 8 * MAX_PIXELS
-"""Of an image file: eight bytes a pixel, as uncompressed RGBA of 16 bits has."""
+MAX_BYTES = 8 * MAX_PIXELS  # of an image file: eight bytes a pixel, as uncompressed RGBA of 16 bits has
 
 
 def decode(file: bytes, preprocess: Preprocess) -> Tensor:
-    """The bytes of an image file -> (3, size, size) uint8; raises whatever the decoder raises.
-
-    Example:
-        >>> Image.new("L", (8, 8)).save(file := BytesIO(), "png")
-        >>> decode(file.getvalue(), Preprocess(4, 4)).shape
-        torch.Size([3, 4, 4])
-    """
+    """The bytes of an image file -> (3, size, size) uint8; raises whatever the decoder raises."""
     with opened(file) as image:
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
             # Pillow would clip 16-bit pixels at 255.
@@ -40,14 +33,7 @@ def decode(file: bytes, preprocess: Preprocess) -> Tensor:
 
 @contextmanager
 def opened(file: bytes) -> Iterator[Image.Image]:
-    """The image in the bytes of a file: its header is checked, its pixels are decoded when they are used.
-
-    Example:
-        >>> Image.new("L", (8, 4)).save(file := BytesIO(), "png")
-        >>> with opened(file.getvalue()) as image:
-        ...     image.size
-        (8, 4)
-    """
+    """The image in the bytes of a file: its header is checked, its pixels are decoded when they are used."""
     if len(file) > MAX_BYTES:
         raise ValueError(f"the file has {len(file)} bytes, more than {MAX_BYTES}")
     try:

@@ -20,8 +20,7 @@ from come.errors import InputError, require_int, unknown
 from come.registry import parse
 
 OnBadImage = Literal["raise", "skip"]
-IN_DIGEST = 64
-"""Images that the digest of a source includes, about: all of a large one would take minutes to read."""
+IN_DIGEST = 64  # images that the digest of a source includes, about: all of a large one would take minutes to read
 
 
 class EncodedSource(Source):

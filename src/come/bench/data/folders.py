@@ -12,10 +12,8 @@ from come.bench.data.reading import IMAGE_ENDINGS, data_folder, images_below, re
 from come.corruptions import names as corruption_names
 from come.errors import InputError, unknown
 
-LIST = ":list="
-"""Between a folder and a file that lists the images to use."""
-LONGEST_LIST = 2**28
-"""Bytes of such a file."""
+LIST = ":list="  # between a folder and a file that lists the images to use
+LONGEST_LIST = 2**28  # bytes of such a file
 
 
 class FileSource(EncodedSource):

@@ -32,16 +32,6 @@ class HuggingFaceSource(EncodedSource):
     * classes: how many there are, for labels that are plain integers; by default one more than the largest
     * config, revision: of a data set of the Hub
     * streaming: read only this many samples, the first ones, into memory, without downloading the rest
-
-    Example:
-        >>> import datasets, tempfile
-        >>> from PIL import Image
-        >>> from come.bench.data import Preprocess
-        >>> data = datasets.Dataset.from_dict({"image": [Image.new("RGB", (8, 8))] * 2, "label": ["dog", "cat"]})
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = data.to_parquet(f"{folder}/photos.parquet")
-        ...     HuggingFaceSource("hf:mine", f"{folder}/photos.parquet:streaming=2", Preprocess(4, 4)).labels()
-        tensor([1, 0])
     """
 
     def _open(self, rest: str) -> None:

@@ -20,18 +20,6 @@ class ImageNetSource(FolderSource):
 
     Classes keep the order of ImageNet. Where there are fewer than 1,000, `subset` says which ones: the benchmark restricts a
     model of 1,000 classes to their logits, as is published for ImageNet-R and ImageNet-A.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from PIL import Image
-        >>> from come.bench.data import Preprocess
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for name in ("n01443537", "n02007558"):
-        ...         (Path(folder) / name).mkdir()
-        ...         Image.new("RGB", (8, 8)).save(Path(folder) / name / "a.png")
-        ...     ImageNetSource("imagenet:mine", folder, Preprocess(4, 4)).subset
-        (1, 130)
     """
 
     def _check_classes(self) -> None:
@@ -73,12 +61,7 @@ class ImageNetSource(FolderSource):
 
 @cache
 def places() -> dict[str, int]:
-    """The number of each class of ImageNet, by its WordNet id and by the number as text.
-
-    Example:
-        >>> places()["n01440764"], places()["999"]
-        (0, 999)
-    """
+    """The number of each class of ImageNet, by its WordNet id and by the number as text."""
     from timm.data.imagenet_info import ImageNetInfo
 
     names = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]

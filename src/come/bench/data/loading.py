@@ -19,10 +19,8 @@ from come.bench.data.streams import OUTLIER, Stream
 from come.corruptions import corrupt
 from come.errors import InputError
 
-AHEAD = 4
-"""Batches that are loaded or being loaded for each thread."""
-CHUNK = 1024
-"""Samples that are corrupted at once, at most: small images keep a GPU busy only if they are many."""
+AHEAD = 4  # batches that are loaded or being loaded for each thread
+CHUNK = 1024  # samples that are corrupted at once, at most: small images keep a GPU busy only if they are many
 CHUNK_VALUES = {"cpu": 2**19, "cuda": 2**24}
 """Of a chunk, unless a batch has more: what stays in a CPU's cache, or takes little of a GPU's memory."""
 

@@ -118,26 +118,7 @@ def _check(name: str, thing: object) -> str:
 _registry: Registry[Kind] = Registry("data", entry_points="come.data", check=_check)
 for _kind in KINDS:
     _registry.add(_name(_kind.usage), _kind)
-
-
-def names() -> list[str]:
-    """Names of all kinds of data, those of other packages last.
-
-    Example:
-        >>> names()[:2]
-        ['fashion', 'fashion-outliers']
-    """
-    return _registry.names()
-
-
-def get(name: str) -> Kind:
-    """The kind of data of that name.
-
-    Example:
-        >>> get("fashion").usage
-        'fashion[:SIZE]'
-    """
-    return _registry.get(name)
+names, get = _registry.names, _registry.get
 
 
 def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: OnBadImage = "raise") -> Source:

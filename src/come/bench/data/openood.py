@@ -13,17 +13,6 @@ class OpenOODSource(FileSource):
     """`openood:PATH:list=FILE`: the images in the folder PATH that a file of `benchmark_imglist` names, `path label` a line.
 
     Labels of -1 mark outliers. A list with a negative label has no classes, and serves as `--outliers`.
-
-    Example:
-        >>> import tempfile
-        >>> from PIL import Image
-        >>> from come.bench.data import Preprocess
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Image.new("RGB", (8, 8)).save(Path(folder) / "a.png")
-        ...     _ = (Path(folder) / "test.txt").write_text("a.png 3\\n")
-        ...     source = OpenOODSource("openood:mine", f"{folder}:list={folder}/test.txt", Preprocess(4, 4))
-        >>> source.num_classes, source.names(), source.labels()
-        (4, ['a.png'], tensor([3]))
     """
 
     def _open(self, rest: str) -> None:

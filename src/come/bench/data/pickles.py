@@ -8,8 +8,7 @@ from typing import Any
 
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 VALUES = ("BININT", "BININT1", "BININT2", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES")
-OLD_TEXTS = ("BINSTRING", "SHORT_BINSTRING")
-"""Of Python 2, where text is bytes."""
+OLD_TEXTS = ("BINSTRING", "SHORT_BINSTRING")  # of Python 2, where text is bytes
 EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 IGNORED = ("PROTO", "FRAME")

@@ -19,12 +19,6 @@ def read_regular(path: str | Path, limit: int) -> bytes:
 
     Raises:
         OSError: it cannot be read, is not a regular file (a pipe, a device, a folder), or is too long. `reason` words it.
-
-    Example:
-        >>> read_regular(os.curdir, 100)
-        Traceback (most recent call last):
-        ...
-        OSError: it is not a regular file
     """
     require_regular(path)
     with open(os.open(path, FLAGS), "rb") as file:

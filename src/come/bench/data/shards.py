@@ -18,11 +18,9 @@ from come.bench.data.reading import IMAGE_ENDINGS, reason, require_regular
 from come.bench.data.tars import Header
 from come.errors import ConfigError, InputError, pip_install, shown
 
-OPTIONS = ("image", "label", "classes")
-"""What may follow the shards, as KEY=VALUE."""
+OPTIONS = ("image", "label", "classes")  # what may follow the shards, as KEY=VALUE
 MAX_SHARDS = 100_000
-MAX_LABEL = 2**20
-"""Bytes of a file with a label."""
+MAX_LABEL = 2**20  # bytes of a file with a label
 
 Part = tuple[int, int]
 """Where a file of a sample begins in its shard, and how many bytes it has."""
@@ -36,16 +34,6 @@ class ShardSource(EncodedSource):
     * image: the ending of the images; by default any of jpg, png, ...
     * label: the ending of the labels; by default cls, an integer, or else json.label, the field `label` of a JSON object
     * classes: how many there are; by default one more than the largest label
-
-    Example:
-        >>> import tempfile, webdataset
-        >>> from PIL import Image
-        >>> from come.bench.data import Preprocess
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with webdataset.TarWriter(f"{folder}/a.tar") as writer:
-        ...         _ = writer.write({"__key__": "0001", "png": Image.new("RGB", (8, 8)), "cls": 3})
-        ...     ShardSource("webdataset:mine", f"{folder}/*.tar", Preprocess(4, 4)).labels()
-        tensor([3])
     """
 
     def _open(self, rest: str) -> None:

@@ -74,11 +74,7 @@ class Source(ABC):
         return None
 
     def number(self, classes: Sequence[str], file: str) -> None:
-        """Number the classes by a list of their names instead of the source's own order.
-
-        Args:
-            classes: all classes of a model, in the order of its outputs; some may have no images.
-            file: where they are from, for errors.
+        """Number the classes as a model does: by its outputs' names, read from `file`. Some may have no images.
 
         Raises:
             ConfigError: the data is not in folders of its classes, or one of these is not in the list.
@@ -114,13 +110,7 @@ class Source(ABC):
 
 
 class MemorySource(Source):
-    """Images (N, 3, H, W) uint8 and labels (N,) int64 in memory.
-
-    Example:
-        >>> source = MemorySource("mine", torch.zeros(3, 3, 8, 8, dtype=torch.uint8), torch.tensor([1, 0, 1]), 2)
-        >>> source.load([2, 1]).labels
-        tensor([1, 0])
-    """
+    """Images (N, 3, H, W) uint8 and labels (N,) int64 in memory."""
 
     at_hand = True
 

@@ -22,15 +22,12 @@ from torch import Tensor
 from come.bench.data.source import Loaded, Source
 from come.errors import ComeError
 
-MEMORY = Path("/dev/shm")
-"""A folder whose files are in memory, on Linux."""
-SHARE_OF_MEMORY = 0.25
-"""Of the free memory, for decoded images; if they need more they are kept on the disk."""
+MEMORY = Path("/dev/shm")  # files in it are in memory, on Linux
+SHARE_OF_MEMORY = 0.25  # of the free memory, for decoded images; if they need more they are kept on the disk
 SHARE_OF_DISK = 0.5
 SHARE_OF_DEVICE = 0.125
 
-SEEKING = threading.Lock()
-"""Where there is no `preadv`, threads share the position in a file."""
+SEEKING = threading.Lock()  # where there is no `preadv`, threads share the position in a file
 
 UNKNOWN, THERE, BAD = 0, 1, 2
 """States of a sample."""
@@ -92,12 +89,6 @@ class DecodedStore(_Wrapper):
         source: where the images come from.
         used: which samples are kept, by default all; others are loaded from the source each time.
         shifts: which (corruption, severity) are kept, for a source that holds some.
-
-    Example:
-        >>> from come.bench.data import FashionSource
-        >>> store = DecodedStore(FashionSource(size=8))
-        >>> store.holds_all([3, 4]), len(store.load([3, 4]).labels), store.holds_all([3, 4])
-        (False, 2, True)
     """
 
     def __init__(self, source: Source, used: Iterable[int] | None = None, shifts: Sequence[Shift] = ()) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from come.bench.data.reading import require_regular
 
-LONG = 2**20
-"""Bytes of a long name, or of what else a header says of the next file."""
+LONG = 2**20  # bytes of a long name, or of what else a header says of the next file
 READ_WHOLE = (b"L", b"K", b"x", b"g", b"X")
 """Types of headers about the next file, such as a long name; `tarfile` reads them whole."""
 
@@ -34,15 +33,6 @@ def files_of_archive(path: str | Path, limit: int) -> dict[str, bytes]:
 
     Raises:
         OSError, EOFError, ValueError, tarfile.TarError, zlib.error: it cannot be read, or is too long. `reason` words it.
-
-    Example:
-        >>> import io, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with tarfile.open(f"{folder}/a.tgz", "w:gz") as archive:
-        ...         (header := tarfile.TarInfo("package/a.txt")).size = 5
-        ...         archive.addfile(header, io.BytesIO(b"hello"))
-        ...     files_of_archive(f"{folder}/a.tgz", 2**20)
-        {'a.txt': b'hello'}
     """
     require_regular(path)
     found, left = dict[str, bytes](), limit

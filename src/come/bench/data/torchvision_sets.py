@@ -23,17 +23,7 @@ NOT_OPENED = {
 
 
 class TorchvisionSource(DatasetSource):
-    """A data set of torchvision from files that are not trusted; its test split, where it has one.
-
-    Args:
-        name: the specification.
-        rest: name of the data set in torchvision and, after a colon, its folder ("data" without one).
-        preprocess: crops its images to squares.
-
-    Example:
-        >>> TorchvisionSource("torchvision:FakeData", "FakeData", Preprocess(32, 32)).load([0]).images.shape
-        torch.Size([1, 3, 32, 32])
-    """
+    """`torchvision:NAME[:FOLDER]`: a data set of torchvision in FOLDER, by default "data"; its test split, where it has one."""
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess) -> None:
         kind, _, root = rest.partition(":")

@@ -27,6 +27,7 @@ class Closed:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
         path, method = scope.get("path", ""), scope.get("method")
         read = method in ("GET", "HEAD") and (path in READ or path.startswith(READ_BELOW))
         if read or scope["type"] == "lifespan":

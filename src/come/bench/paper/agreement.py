@@ -50,7 +50,7 @@ class Comparison:
     alike: Mapping[str, Verdict] = field(default_factory=dict)
 
     def changes(self) -> list[tuple[str, float, float]]:
-        """(method, gain of COME over EM in the paper, measured) where all four numbers are known; of time and memory, COME - EM."""
+        """(method, gain of COME over EM in the paper, measured) where all numbers are known; of time and memory, COME - EM."""
         found = {(line.method, line.objective): (line.paper, line.measured) for line in self.lines}
         sign = -1 if self.metric == "fpr" else 1
         rows = []
