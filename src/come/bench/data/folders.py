@@ -104,8 +104,8 @@ class FolderSource(FileSource):
         if not self.classes:
             raise InputError(f"{self.root} has no subfolders; it must hold one folder of images per class")
         self._check_classes()
-        found = [images_below(self.root / name) for name in self.classes]
-        self.files = [file.relative_to(self.root) for files in found for file in files]
+        found = [images_below(self.root, name) for name in self.classes]
+        self.files = [file for files in found for file in files]
         self.targets = torch.tensor([k for k, files in enumerate(found) for _ in files], dtype=torch.int64)
         if not self.files:
             raise InputError(

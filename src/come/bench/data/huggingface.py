@@ -51,7 +51,7 @@ class HuggingFaceSource(EncodedSource):
             self._label = self._column(given, "label", labels or [c for c in ("label", "labels") if c in self._columns])
             wanted = sorted({column for column in (self._image, self._label) if column})
             self._data: Any = data.cast_column(self._image, hf.Image(decode=False)).select_columns(wanted)
-            if "streaming" in given:  # an iterable cannot be indexed
+            if "streaming" in given:  # a stream of datasets cannot be indexed
                 self._data = list(islice(self._data, given["streaming"]))
             if not len(self._data):
                 raise InputError(f"the split {self._split} of {self.name} is empty; choose another with split=NAME")

@@ -68,12 +68,12 @@ def subfolders(folder: Path) -> list[str]:
     return sorted(e.name for e in _entries(folder) if _answer(e.is_dir) and not e.name.startswith("."))
 
 
-def images_below(folder: Path) -> list[Path]:
-    """All images, at any depth; links to folders are not followed, they can lead in a circle."""
-    found, waiting = [], [folder]
+def images_below(root: Path, folder: str) -> list[Path]:
+    """Images at any depth of a folder in `root`, relative to it; links to folders are skipped, they can form a circle."""
+    found, waiting = [], [Path(folder)]
     while waiting:
         here = waiting.pop()
-        for entry in _entries(here):
+        for entry in _entries(root / here):
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(here / entry.name)
             elif Path(entry.name).suffix.lower() in IMAGE_ENDINGS and _answer(entry.is_file):

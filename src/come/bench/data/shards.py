@@ -53,7 +53,7 @@ class ShardSource(EncodedSource):
                 images = [e for e in parts if (f".{e}" in IMAGE_ENDINGS if wanted is None else e == wanted)]
                 if len(images) != 1:
                     raise InputError(
-                        f"sample {shown(key)} of {shard} must have one picture ({wanted or 'jpg, png, ...'}), got "
+                        f"sample {shown(key)} of {shard} must have one image ({wanted or 'jpg, png, ...'}), got "
                         f"{', '.join(parts)}; name its ending with image=ENDING"
                     )
                 self._samples.append((shard, f"{shard}/{key}.{images[0]}", parts[images[0]]))
@@ -110,12 +110,7 @@ def _read(grouped: Callable[..., Any], shard: Path) -> Iterator[tuple[str, dict[
                     files.append({"fname": member.name, "data": (member.offset_data, member.size), "__url__": ""})
         for sample in grouped(files):
             yield sample["__key__"], {ending: part for ending, part in sample.items() if isinstance(part, tuple)}
-    except (
-        tarfile.TarError,
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # RecursionError: a name for a name for ...
+    except (tarfile.TarError, OSError, ValueError, RecursionError) as error:  # RecursionError: nested long names
         raise InputError(
             f"cannot read the shard {shard}: {reason(error)}; give a tar file that is not compressed, or download it again"
         ) from error

@@ -21,7 +21,7 @@ SUBSTANTIAL = 0.5
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table: the paper's number and ours; None where there is none."""
+    """A row of a table: the paper's number and ours; None if there is none."""
 
     method: str
     objective: str
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A column of a table, the paper's next to ours.
+    """A column of a table with the paper's numbers and ours.
 
     Args:
         table: name of the paper's table.
@@ -39,7 +39,7 @@ class Comparison:
         metric: "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt.
         lines: one for each method and objective.
         verdicts: for each method, whether COME changes our number.
-        alike: the same for the FPR of both by softmax, which the paper does not print.
+        alike: the same for the FPR with both scored by softmax, which the paper does not print.
     """
 
     table: str
@@ -62,26 +62,23 @@ class Comparison:
 
     def agreement(self) -> list[str]:
         """Sentences: what agrees with the paper, what contradicts it, what is unclear, and the order of the rows."""
-        said = []
-        if self.metric in METRICS:
-            agree, contradict, unclear = list[str](), list[str](), list[str]()
-            for method, theirs, ours in self.changes():
-                verdict = self.verdicts.get(method)
-                numbers = f"{method} (paper {theirs:+.1f}, here {ours:+.1f}"
-                if abs(theirs) < SUBSTANTIAL:
-                    unclear.append(f"{numbers}: the paper calls less than {SUBSTANTIAL} no change)")
-                elif verdict is None or not verdict.found:
-                    reach = "" if verdict is None else f", 95% interval {verdict.interval}"
-                    unclear.append(f"{numbers}{reach})")
-                else:
-                    (agree if (theirs > 0) == (ours > 0) else contradict).append(f"{numbers})")
-            for words, found in (
-                ("Agrees with the paper", agree),
-                ("Contradicts the paper", contradict),
-                ("Cannot be told from this run", unclear),
-            ):
-                if found:
-                    said.append(f"{words}, gain in {METRICS[self.metric]} of COME over EM: {', '.join(found)}.")
+        agree, contradict, unclear = "Agrees with the paper", "Contradicts the paper", "Cannot be told from this run"
+        found: dict[str, list[str]] = {agree: [], contradict: [], unclear: []}
+        for method, theirs, ours in self.changes() if self.metric in METRICS else ():
+            verdict, numbers = self.verdicts.get(method), f"{method} (paper {theirs:+.1f}, here {ours:+.1f}"
+            if abs(theirs) < SUBSTANTIAL:
+                found[unclear].append(f"{numbers}: the paper calls less than {SUBSTANTIAL} no change)")
+            elif verdict is None:
+                found[unclear].append(f"{numbers})")
+            elif not verdict.found:
+                found[unclear].append(f"{numbers}, 95% interval {verdict.interval})")
+            else:
+                found[agree if (theirs > 0) == (ours > 0) else contradict].append(f"{numbers})")
+        said = [
+            f"{words}, gain in {METRICS[self.metric]} of COME over EM: {', '.join(methods)}."
+            for words, methods in found.items()
+            if methods
+        ]
         alike = [f"{method} {v.points} ({v.words})" for method, v in self.alike.items() if not v.reason]
         if alike:
             said.append(f"With EM and COME both by softmax, the gain in FPR is: {', '.join(alike)}.")
@@ -96,7 +93,7 @@ class Comparison:
 
 
 def compare(table: PaperTable, records: Iterable[Record], verdicts: Judged) -> list[Comparison]:
-    """Lay the records beside a table: column by column where the columns are the same, and the averages."""
+    """Compare the records with a table: column by column where the columns are the same, and the averages."""
     ours: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         ours.setdefault(record.cell.pair, []).append(record)

@@ -34,7 +34,7 @@ SUMMARIES = ("average", "worst")
 
 @dataclass(frozen=True)
 class Column:
-    """A metric on a domain, what a number of a row is.
+    """What the numbers of a column are: a metric on a domain.
 
     Example:
         >>> print(Column("fog", "fpr"))
@@ -156,7 +156,7 @@ def get(name: str) -> PaperTable:
 
 
 def rank(method: str) -> tuple[int, str]:
-    """Sorts methods into the paper's order; those that are not in the paper come last, by name.
+    """A sort key: the paper's order of methods, then all others by name.
 
     Example:
         >>> sorted(["rotta", "tent", "source", "tent:keep=0.5"], key=rank)
@@ -168,7 +168,7 @@ def rank(method: str) -> tuple[int, str]:
 
 
 def inconsistencies(table: PaperTable) -> list[str]:
-    """Where the printed numbers of `table` cannot all be true, whatever was rounded away.
+    """Printed numbers of `table` that contradict each other beyond rounding.
 
     Every number is rounded to 0.1, so it stands for an interval of +-0.05. A finding is
 
