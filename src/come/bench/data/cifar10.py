@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from come.bench.data.decoding import opened
 from come.bench.data.pickles import Call, read_pickle
 from come.bench.data.preprocess import pixels
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import as_input_error, read_regular
 from come.bench.data.source import MemorySource
 from come.bench.data.tars import files_of_archive
 from come.errors import InputError, shown, unknown
@@ -83,9 +84,8 @@ class _Files:
     """The files of CIFAR-10 in a folder or an archive, in any of its layouts."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self._archive = Path(path), dict[str, bytes]()
-        try:
-            self.path = self.path.expanduser()
+        self.path, self._archive = Path(os.path.expanduser(path)), dict[str, bytes]()
+        with as_input_error(f"cannot read {self.path}", GET):
             if self.path.is_file():
                 self._archive = files_of_archive(self.path, LARGEST)
                 found = [(self.path, ending) for ending in LAYOUTS if f"test_batch{ending}" in self._archive]
@@ -94,8 +94,6 @@ class _Files:
                 found = [(place, ending) for place, ending in places if (place / f"test_batch{ending}").is_file()]
             else:
                 raise ValueError("there is no such file or folder")
-        except Exception as error:  # a damaged archive raises anything
-            raise InputError(f"cannot read {self.path}: {reason(error)}; {GET}") from error
         if not found:
             raise InputError(f"{self.path} has no {', '.join(f'test_batch{ending}' for ending in LAYOUTS)}; {GET}")
         self.path, self.ending = found[0]
@@ -111,12 +109,10 @@ class _Files:
         return torch.cat([self._read(name, self._to_labels) for name in names])
 
     def _read(self, name: str, parse: Callable[[bytes], Tensor]) -> Tensor:
-        try:
+        with as_input_error(f"cannot read {name} in {self.path}", GET):
             if self._archive and name not in self._archive:
                 raise ValueError("it is not in the archive")
             return parse(self._archive[name] if self._archive else read_regular(self.path / name, LARGEST))
-        except Exception as error:  # a decoder raises anything for a damaged file
-            raise InputError(f"cannot read {name} in {self.path}: {reason(error)}; {GET}") from error
 
 
 def _sheet(file: bytes) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from come.bench.data.decoding import quiet
-from come.bench.data.reading import data_folder, reason
+from come.bench.data.reading import as_input_error, data_folder
 from come.bench.data.source import Loaded, Source
 from come.corruptions import names as corruption_names
 from come.errors import InputError
@@ -78,8 +78,5 @@ class CifarCSource(Source):
 
 def _mapped(path: Path) -> npt.NDArray[Any]:
     """A memory-mapped .npy file: what it declares is not allocated, and nothing in it is executed."""
-    try:
-        with quiet():
-            return np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # numpy raises anything for a damaged header
-        raise InputError(f"cannot read {path}: {reason(error)}; give the unpacked CIFAR-C folder") from error
+    with as_input_error(f"cannot read {path}", "give the unpacked CIFAR-C folder"), quiet():
+        return np.lib.format.open_memmap(path, mode="r")

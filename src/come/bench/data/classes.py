@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import as_input_error, read_regular, reason
 from come.errors import InputError, printable, shown
 
 LONGEST = 2**24  # bytes of a file with the names of classes
@@ -32,12 +32,9 @@ def read_classes(path: str | Path) -> list[str]:
         ...     read_classes(file)
         ['coat', 'boot']
     """
-    try:
+    repair = "give a text file with the name of a class in each line, or JSON"
+    with as_input_error(f"cannot read the classes {path}", repair):
         text = read_regular(Path(path).expanduser(), LONGEST).decode("utf-8-sig").strip()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
-        raise InputError(
-            f"cannot read the classes {path}: {reason(error)}; give a text file with the name of a class in each line, or JSON"
-        ) from error
     names = _from_json(text, path) if text[:1] in ("[", "{") else [line.strip() for line in text.splitlines()]
     if not names:
         raise InputError(f"{path} is empty; it must name a class in each line, in the order of the model's outputs")

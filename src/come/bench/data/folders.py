@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from come.bench.data.encoded import EncodedSource
-from come.bench.data.reading import IMAGE_ENDINGS, data_folder, images_below, read_regular, reason, subfolders
+from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, data_folder, images_below, read_regular, subfolders
 from come.corruptions import names as corruption_names
 from come.errors import InputError, unknown
 
@@ -57,12 +57,8 @@ class FileSource(EncodedSource):
 
     def _lines(self) -> list[str]:
         """Of the list of images."""
-        try:
+        with as_input_error(f"cannot read the list of images {self._list}", "give a text file"):
             return read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: an unknown ~user
-            raise InputError(
-                f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
-            ) from error
 
     def _keep_listed(self) -> None:
         """Leave out what the list, if there is one, does not name; its order does not matter."""

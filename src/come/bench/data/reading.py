@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from come.errors import InputError
@@ -51,15 +52,32 @@ def reason(error: BaseException) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+@contextmanager
+def as_input_error(failure: str, repair: str) -> Iterator[None]:
+    """Turn any error, since damaged files raise anything, into an `InputError` with the failure, the reason and the repair.
+
+    Example:
+        >>> with as_input_error("cannot read a.npy", "download it again"):
+        ...     raise EOFError("it is cut off")
+        Traceback (most recent call last):
+        ...
+        come.errors.InputError: cannot read a.npy: it is cut off; download it again
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{failure}: {reason(error)}; {repair}") from error
+
+
 def data_folder(path: str) -> Path:
     """The folder at `path`; `InputError` if there is none."""
-    try:
+    with as_input_error(f"cannot open the folder {path!r}", "give one that holds images"):
         root = Path(path).expanduser()
         if root.is_dir():
             return root
         state = "is not a folder" if root.exists() else "does not exist"
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL in it, an unknown ~user
-        raise InputError(f"cannot open the folder {path!r}: {reason(error)}; give one that holds images") from error
     raise InputError(f"{root} {state}; give the folder that holds the images")
 
 
@@ -92,11 +110,11 @@ def stay_inside(path: Path, roots: Sequence[Path]) -> None:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except OSError as error:
-        raise InputError(f"cannot list the folder {folder}: {reason(error)}; make it readable, or remove it") from error
+    with (
+        as_input_error(f"cannot list the folder {folder}", "make it readable, or remove it"),
+        os.scandir(folder) as found,
+    ):
+        return list(found)
 
 
 def _answer(check: Callable[[], bool]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from come.bench.data.decoding import MAX_BYTES
 from come.bench.data.encoded import EncodedSource, place_and_options
-from come.bench.data.reading import IMAGE_ENDINGS, reason, require_regular
+from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, reason, require_regular
 from come.bench.data.tars import Header
 from come.errors import ConfigError, InputError, pip_install, shown
 
@@ -87,18 +87,15 @@ def _shards(pattern: str) -> list[Path]:
             f"{shown(pattern)} must name from 1 to {MAX_SHARDS} tar files, got {len(found)}; check the path"
         )
     for path in found:
-        try:
+        with as_input_error(f"cannot read the shard {path}", "check the path, or download it again"):
             require_regular(path)
-        except OSError as error:
-            raise InputError(
-                f"cannot read the shard {path}: {reason(error)}; check the path, or download it again"
-            ) from error
     return found
 
 
 def _read(grouped: Callable[..., Any], shard: Path) -> Iterator[tuple[str, dict[str, Part]]]:
     """The name of each sample of a shard, and where its files are, by ending."""
-    try:
+    repair = "give a tar file that is not compressed, or download it again"
+    with as_input_error(f"cannot read the shard {shard}", repair):
         size, files = shard.stat().st_size, list[dict[str, Any]]()
         with tarfile.open(shard, "r:", tarinfo=Header) as archive:
             for member in archive:
@@ -110,10 +107,6 @@ def _read(grouped: Callable[..., Any], shard: Path) -> Iterator[tuple[str, dict[
                     files.append({"fname": member.name, "data": (member.offset_data, member.size), "__url__": ""})
         for sample in grouped(files):
             yield sample["__key__"], {ending: part for ending, part in sample.items() if isinstance(part, tuple)}
-    except (tarfile.TarError, OSError, ValueError, RecursionError) as error:  # RecursionError: nested long names
-        raise InputError(
-            f"cannot read the shard {shard}: {reason(error)}; give a tar file that is not compressed, or download it again"
-        ) from error
 
 
 def _label(shard: Path, key: str, parts: dict[str, Part], wanted: str) -> int:

@@ -12,9 +12,9 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from torch import Tensor
 
 from come.bench.cell import Description, Seed, Severity, Text, digest
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import as_input_error, read_regular
 from come.corruptions import check_choice
-from come.errors import ConfigError, InputError, require
+from come.errors import ConfigError, require
 from come.seeds import derived_seed
 
 FORMAT = "come-stream-2"
@@ -116,15 +116,11 @@ class Stream(Description):
     @classmethod
     def load(cls, path: str | Path) -> Stream:
         """Read a file that `save` wrote; it is checked, since it may be anything. The data that it names is not opened."""
-        try:
+        with as_input_error(f"cannot read the stream {path}", "give a manifest that come wrote"):
             found = json.loads(read_regular(path, MAX_BYTES))
             if not isinstance(found, dict) or set(found) != set(cls.model_fields):
                 raise ValueError(f"it does not have the fields of format {FORMAT!r}")
             return cls(**found)
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"cannot read the stream {path}: {reason(error)}; give a manifest that come wrote"
-            ) from error
 
 
 def shuffle(values: Sequence[int], seed: int, *purpose: object) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from come.bench.data.decoding import quiet
 from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import reason
+from come.bench.data.reading import as_input_error, reason
 from come.bench.data.source import DatasetSource, Loaded
 from come.errors import InputError, unknown
 
@@ -38,30 +38,21 @@ class TorchvisionSource(DatasetSource):
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """Read with torchvision."""
-        with self._reading():
+        with quiet(), self._as_input_error():
             return super().load(self._known(indices), corruption, severity)
 
     def labels(self) -> Tensor:
         """The labels of all samples, (N,) int64; no image is read where torchvision has a list of labels."""
         listed = getattr(self._data, "targets", None)
-        with self._reading():
+        with quiet(), self._as_input_error():
             found = super().labels() if listed is None else torch.as_tensor(listed, dtype=torch.int64)
             if found.shape != (len(self),):
                 raise ValueError(f"it has {len(self)} samples and labels of shape {tuple(found.shape)}")
             return found
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Turn any error of torchvision into an `InputError`: the files are wrong."""
-        try:
-            with quiet():
-                yield
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"torchvision cannot read {self.name}: {reason(error)}; download it again, or give its images as folder:PATH"
-            ) from error
+    def _as_input_error(self) -> AbstractContextManager[None]:
+        repair = "download it again, or give its images as folder:PATH"
+        return as_input_error(f"torchvision cannot read {self.name}", repair)
 
 
 def _open(kind: str, root: str) -> Any:

@@ -38,16 +38,7 @@ RECENT = 5
 
 
 class Choice(Description):
-    """What a visitor chooses.
-
-    Example:
-        >>> Choice(corruption="fog", rate=10.0).method
-        'tent'
-        >>> Choice(severity=6)
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: severity must be less than or equal to 5, got 6
-    """
+    """What a visitor chooses."""
 
     corruption: str = "snow"
     severity: Severity = 3
@@ -69,16 +60,7 @@ class Choice(Description):
 
 @dataclass
 class Lane:
-    """One method on the stream, and its answers so far.
-
-    Example:
-        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        >>> lane = Lane("Tent + COME", come.adapt(model, "tent"))
-        >>> _ = lane.adapter.calibrate([torch.randn(8, 4) for _ in range(4)], coverage=0.9)
-        >>> lane.take(Batch(torch.randn(8, 4), torch.zeros(8).long(), torch.arange(8), torch.zeros(8).long()))
-        >>> len(lane.rows["prediction"]), lane.state
-        (8, 'not checked yet')
-    """
+    """One method on the stream, and its answers so far."""
 
     title: str
     adapter: come.Adapter
