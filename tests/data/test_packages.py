@@ -294,8 +294,8 @@ def test_labels_of_shards(shards):
         ("junk.tar", "cannot read the shard .*junk.tar"),
         ("empty.tar", "cannot read the shard .*empty.tar"),
         ("none.tar", "has no samples; give shards with files such as 0001.jpg and 0001.cls"),
-        ("odd.tar", r"sample 'a' of .*odd.tar must have one picture \(jpg, png, ...\), got jpg, png; name its ending"),
-        ("photos-000.tar:image=jpg", r"must have one picture \(jpg\), got cls, json, png"),
+        ("odd.tar", r"sample 'a' of .*odd.tar must have one image \(jpg, png, ...\), got jpg, png; name its ending"),
+        ("photos-000.tar:image=jpg", r"must have one image \(jpg\), got cls, json, png"),
         (
             "photos-000.tar:label=txt",
             r"must have a label \(txt\), got cls, json, png; name its ending with label=ENDING",

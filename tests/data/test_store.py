@@ -23,7 +23,7 @@ from come.bench.data import (
     store,
 )
 from come.bench.data.source import Loaded
-from come.bench.data.store import Kept, Resident
+from come.bench.data.store import DecodedStore, DeviceCache
 
 SMALL = Preprocess(32, 32)
 
@@ -58,7 +58,7 @@ def same(one: Loaded, two: Loaded) -> bool:
 def test_a_sample_is_decoded_once(folder):
     plain = open_source(f"folder:{folder}", SMALL)
     source, decoded = counted(open_source(f"folder:{folder}", SMALL))
-    kept = Kept(source)
+    kept = DecodedStore(source)
     decoded.clear()  # one was looked at for its size
     for asked in ([3, 1], [1, 3, 5], [7, 0, 2, 4, 6], list(range(8)), [6, 6, 0]):
         assert same(kept.load(asked), plain.load(asked))
@@ -68,7 +68,7 @@ def test_a_sample_is_decoded_once(folder):
 
 def test_samples_that_are_not_used_and_unknown_ones(folder):
     source, decoded = counted(open_source(f"folder:{folder}", SMALL))
-    kept, plain = Kept(source, [6, 1, 3]), open_source(f"folder:{folder}", SMALL)
+    kept, plain = DecodedStore(source, [6, 1, 3]), open_source(f"folder:{folder}", SMALL)
     decoded.clear()
     for _ in range(2):
         for asked in ([6, 1], [1, 5], [3, 6, 3]):
@@ -90,7 +90,7 @@ def test_corruptions_that_a_source_holds_are_kept_apart(folder, tmp_path):
                 Image.new("RGB", (32, 32), (50 * i, 40 * severity, k)).save(place / "a.png")
     source, decoded = counted(open_source(f"imagenet-c:{tmp_path / 'c'}", SMALL))
     plain = open_source(f"imagenet-c:{tmp_path / 'c'}", SMALL)
-    kept = Kept(source, None, [("fog", 5), ("snow", 1), ("fog", 5)])
+    kept = DecodedStore(source, None, [("fog", 5), ("snow", 1), ("fog", 5)])
     decoded.clear()
     for _ in range(3):
         for shift in (("fog", 5), ("snow", 1), ("snow", 5)):
@@ -102,7 +102,7 @@ def test_corruptions_that_a_source_holds_are_kept_apart(folder, tmp_path):
 def test_bad_images_are_counted_each_time(folder, first):
     (folder / "0" / ("0.png" if first else "2.png")).write_bytes(b"no image")
     source, decoded = counted(open_source(f"folder:{folder}", SMALL, "skip"))
-    kept = Kept(source)
+    kept = DecodedStore(source)
     decoded.clear()
     stream = Stream.shuffled(source.name, len(source), corruption="fog", severity=5, seed=0)
     for _ in range(2):
@@ -111,7 +111,7 @@ def test_bad_images_are_counted_each_time(folder, first):
         assert account.bad == 1
         assert sum(len(batch.labels) for batch in found) == 7
     assert len(decoded) == 8
-    strict = Kept(open_source(f"folder:{folder}", SMALL))
+    strict = DecodedStore(open_source(f"folder:{folder}", SMALL))
     for _ in range(2):
         with pytest.raises(come.InputError, match="cannot read"):
             strict.load(range(8))
@@ -120,7 +120,7 @@ def test_bad_images_are_counted_each_time(folder, first):
 def test_images_of_different_sizes_work_as_without():
     data = [(torch.full((3, 16 + i % 2, 16), i, dtype=torch.uint8), i) for i in range(6)]
     plain = DatasetSource(data, num_classes=6, name="mine")
-    kept = Kept(plain)
+    kept = DecodedStore(plain)
     stream = Stream.of("mine", (0, 2, 1, 3), "fog", 5, 0)
     for _ in range(2):
         one, two = (list(batches(source, stream, SMALL, batch_size=2)) for source in (plain, kept))
@@ -142,9 +142,9 @@ def test_where_images_are_kept_and_that_nothing_is_left(folder, tmp_path_factory
     if room == "none":
         monkeypatch.setattr(store, "SHARE_OF_DISK", 0.0)
     source, decoded = counted(open_source(f"folder:{folder}", SMALL))
-    kept = Kept(source)
+    kept = DecodedStore(source)
     if room == "little":
-        monkeypatch.setattr(Kept, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        monkeypatch.setattr(DecodedStore, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     decoded.clear()
     for _ in range(2):
         kept.load(range(8))
@@ -160,7 +160,7 @@ def test_workers_fill_what_all_read(folder):
     expected = torch.cat(
         [b.images for b in batches(open_source(f"folder:{folder}", SMALL), stream, SMALL, batch_size=3)]
     )
-    kept = Kept(source)
+    kept = DecodedStore(source)
     decoded.clear()
     for workers in (2, 2, 0):
         found = list(batches(kept, stream, SMALL, batch_size=3, workers=workers))
@@ -170,7 +170,7 @@ def test_workers_fill_what_all_read(folder):
 
 
 def test_a_copy_that_has_no_file_decodes_for_itself(folder):
-    kept = Kept(open_source(f"folder:{folder}", SMALL))
+    kept = DecodedStore(open_source(f"folder:{folder}", SMALL))
     assert same(pickle.loads(pickle.dumps(kept)).load([2]), kept.load([2]))
 
 
@@ -205,9 +205,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 def test_batches_on_a_gpu_are_those_of_the_cpu(fits, monkeypatch):
     if not fits:
         monkeypatch.setattr(store, "SHARE_OF_DEVICE", 0.0)
-    plain, source = FashionSource(size=300), Resident(FashionSource(size=300))
+    plain, source = FashionSource(size=300), DeviceCache(FashionSource(size=300))
     kinds = tuple(i % 3 - 1 for i in range(300))  # outliers, fog and clean images
-    outliers = Resident(FashionSource(size=300))
+    outliers = DeviceCache(FashionSource(size=300))
     stream = Stream(
         data="fashion", order=tuple(range(300)), shifts=(("fog", 3), (None, 5)), kinds=kinds, outliers="fashion", seed=2
     )
@@ -229,7 +229,7 @@ def test_batches_on_a_gpu_are_those_of_the_cpu(fits, monkeypatch):
 
 @needs_gpu
 def test_nothing_waits_for_the_gpu_once_images_are_there():
-    source = Resident(FashionSource(size=256))
+    source = DeviceCache(FashionSource(size=256))
     stream = Stream.shuffled("fashion", 256, corruption="gaussian_noise", severity=5, seed=0)
     for _ in range(2):  # tensors that are kept are made
         list(batches(source, stream, Preprocess(32), batch_size=16, device="cuda"))

@@ -12,7 +12,7 @@ from come import objectives
 from come.adapter import Adapter
 from come.bench.cell import Cell
 from come.bench.data import Account, Batch, Source, batches
-from come.bench.data.store import Resident
+from come.bench.data.store import DeviceCache
 from come.bench.machine import ALONE, Jobs, Meter
 from come.bench.models import Model
 from come.bench.record import COLUMNS, Record, Result, Rows
@@ -142,7 +142,7 @@ class Course:
         if not rows:
             bad = self._account.bad
             raise InputError(f"not one image of {source.name} could be read; {bad} were skipped: fix the data")
-        kept = sum(held.bytes for held in (source, outliers) if isinstance(held, Resident))  # not the method's
+        kept = sum(held.bytes for held in (source, outliers) if isinstance(held, DeviceCache))  # not the method's
         domains = tuple(episode.stream.domain for episode in self._episodes)
         fresh = tuple(episode.reset for episode in self._episodes)
         result = Result(

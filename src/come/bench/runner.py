@@ -26,7 +26,7 @@ from come.bench.cluster import Cluster, Workers
 from come.bench.data import FashionSource, OnBadImage, Source, Stream, open_source
 from come.bench.data.classes import in_order, read_classes
 from come.bench.data.reading import reason
-from come.bench.data.store import Kept, Resident
+from come.bench.data.store import DecodedStore, DeviceCache
 from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.folder import RunFolder, Stamp, check_space
 from come.bench.helpers import Helpers
@@ -337,8 +337,8 @@ class Bench:
             shifts: list[tuple[str | None, int]] = []
             shifts += [(name, severity) for name in self.plan.corruptions or () for severity in self._severities]
             shifts += [shift for stream in self._streams for shift in stream.shifts]
-            source = Kept(source, used, shifts)
-        return Resident(source, used) if self._device.type == "cuda" else source
+            source = DecodedStore(source, used, shifts)
+        return DeviceCache(source, used) if self._device.type == "cuda" else source
 
     @property
     def _severities(self) -> Sequence[int]:

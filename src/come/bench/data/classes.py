@@ -1,4 +1,4 @@
-"""The order of the classes: of a model's outputs, by a file that names them."""
+"""Reads the names of a model's classes, in the order of its outputs, from a file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import as_input_error, read_regular, reason
 from come.errors import InputError, printable, shown
 
-LONGEST = 2**24
-"""Bytes of a file with the names of classes."""
-FIRST = 3
-"""Classes that `in_order` names before the last one."""
+LONGEST = 2**24  # bytes of a file with the names of classes
+FIRST = 3  # classes that `in_order` names before the last one
 
 
 def read_classes(path: str | Path) -> list[str]:
@@ -34,12 +32,9 @@ def read_classes(path: str | Path) -> list[str]:
         ...     read_classes(file)
         ['coat', 'boot']
     """
-    try:
+    repair = "give a text file with the name of a class in each line, or JSON"
+    with as_input_error(f"cannot read the classes {path}", repair):
         text = read_regular(Path(path).expanduser(), LONGEST).decode("utf-8-sig").strip()
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a ~user who is not there
-        raise InputError(
-            f"cannot read the classes {path}: {reason(error)}; give a text file with the name of a class in each line, or JSON"
-        ) from error
     names = _from_json(text, path) if text[:1] in ("[", "{") else [line.strip() for line in text.splitlines()]
     if not names:
         raise InputError(f"{path} is empty; it must name a class in each line, in the order of the model's outputs")
@@ -55,6 +50,7 @@ def read_classes(path: str | Path) -> list[str]:
 
 
 def _from_json(text: str, path: str | Path) -> list[str]:
+    """Of a list, or of an object whose keys are the indices 0, 1, ... in any order."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -62,21 +58,17 @@ def _from_json(text: str, path: str | Path) -> list[str]:
             f"cannot read the classes {path}: not JSON ({reason(error)}); fix it, or write text"
         ) from error
     if isinstance(found, dict):
-        found = _listed(found.get("id2label", found), path)
+        found = found.get("id2label", found)
+        indices = [str(i) for i in range(len(found))] if isinstance(found, dict) else []
+        if not isinstance(found, dict) or set(indices) != set(found):
+            strange = sorted(set(found) - set(indices))[0] if isinstance(found, dict) else found
+            raise InputError(
+                f"{path} must be a list of names, or an object from the indices 0, 1, ... to names, got {shown(strange)}"
+            )
+        found = [found[index] for index in indices]
     if wrong := [name for name in found if not isinstance(name, str)]:
         raise InputError(f"{path} must hold names of classes, got {shown(wrong[0])}")
     return [name.strip() for name in found]
-
-
-def _listed(by_index: Any, path: str | Path) -> list[Any]:
-    """The values of an object whose keys are the indices 0, 1, ... in any order."""
-    places = [str(i) for i in range(len(by_index))] if isinstance(by_index, dict) else []
-    if not isinstance(by_index, dict) or set(places) != set(by_index):
-        strange = sorted(set(by_index) - set(places)) if isinstance(by_index, dict) else [by_index]
-        raise InputError(
-            f"{path} must be a list of names, or an object from the indices 0, 1, ... to names, got {shown(strange[0])}"
-        )
-    return [by_index[place] for place in places]
 
 
 def in_order(classes: Sequence[str]) -> str:

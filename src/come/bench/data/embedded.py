@@ -1,4 +1,4 @@
-"""The embedded data: photographs of clothes, a part of Fashion-MNIST (Zalando, MIT licence), nothing to download."""
+"""The embedded data, nothing to download: photographs of clothes from Fashion-MNIST (Zalando, MIT licence)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from come.bench.data.source import MemorySource
 from come.errors import InputError, require_int, unknown
 
 CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-"""Those of Fashion-MNIST, in its order."""
+"""Of Fashion-MNIST, in its order."""
 OUTLIERS = {"near": "shirt", "far": "bag"}
-"""No embedded model was trained on these two: one is like T-shirts, pullovers and coats, one is like no known class."""
-KNOWN = tuple(name for name in CLASSES if name not in OUTLIERS.values())
-"""The eight classes of the embedded models."""
+"""Classes held out of training: shirts look like T-shirts, pullovers and coats, bags like no known class."""
+KNOWN = tuple(name for name in CLASSES if name not in OUTLIERS.values())  # the eight classes of the embedded models
 SIDE, BORDER = 28, 2
 
 
@@ -37,11 +36,7 @@ def _read(part: str) -> tuple[Tensor, Tensor]:
 
 
 class FashionSource(MemorySource):
-    """Test images of the eight known classes of Fashion-MNIST, (3, 32, 32).
-
-    Args:
-        name: the specification.
-        size: the first ones only; they are in no order of classes. None is all of them.
+    """Test images of the eight known classes of Fashion-MNIST, (3, 32, 32): the first `size`, by default all.
 
     Example:
         >>> source = FashionSource(size=200)
@@ -63,12 +58,7 @@ class FashionSource(MemorySource):
 
 
 class FashionOutlierSource(MemorySource):
-    """Test images of the two held-out classes, (3, 32, 32); "near" and "far" are one of them each.
-
-    Example:
-        >>> FashionOutlierSource("fashion-outliers:far", "far").load([0]).labels
-        tensor([-1])
-    """
+    """Test images of the two held-out classes, (3, 32, 32); "near" and "far" are one of them each."""
 
     def __init__(self, name: str = "fashion-outliers", kind: str = "") -> None:
         if kind and kind not in OUTLIERS:
@@ -82,12 +72,12 @@ class FashionOutlierSource(MemorySource):
 def clean_source() -> tuple[Tensor, Tensor]:
     """512 training images (N, 3, 32, 32) uint8 that no embedded model was trained on, and their labels (N,).
 
-    For what needs clean source images: EATA's Fisher matrix, and a threshold for abstaining.
+    For EATA's Fisher matrix, and to calibrate a threshold for abstaining.
     """
     images, labels = _read("source")
     return images, known(labels)
 
 
 def known(labels: Tensor) -> Tensor:
-    """From the numbers of `CLASSES` to those of `KNOWN`."""
+    """Numbers of `CLASSES` -> numbers of `KNOWN`."""
     return torch.bucketize(labels, torch.tensor([CLASSES.index(name) for name in KNOWN]))

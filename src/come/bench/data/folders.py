@@ -1,47 +1,37 @@
-"""Sources of image files: a folder per class, and the layout of ImageNet-C."""
+"""Sources of image files in folders: a folder per class, and the layout of ImageNet-C."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from come.bench.data.listing import IMAGE_ENDINGS, data_folder, images_below, subfolders
-from come.bench.data.pictures import OnBadImage, Pictures
-from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.encoded import EncodedSource
+from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, data_folder, images_below, read_regular, subfolders
 from come.corruptions import names as corruption_names
 from come.errors import InputError, unknown
 
-LIST = ":list="
-"""Between a folder and a file that lists the images to use."""
-LONGEST_LIST = 2**28
-"""Bytes of such a file."""
+LIST = ":list="  # between a folder and a file that lists the images to use
+LONGEST_LIST = 2**28  # bytes of such a file
 
 
-class Files(Pictures):
-    """Pictures in files."""
+class FileSource(EncodedSource):
+    """Images in files below one folder, `PATH` or `PATH:list=FILE`."""
 
     files: list[Path]
-    """Of each sample."""
+    """Of each sample, relative to `root`."""
 
-    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage) -> None:
-        super().__init__(name, preprocess, on_bad_image)
-        path, _, self._list = path.partition(LIST)
+    def _open(self, rest: str) -> None:
+        path, _, self._list = rest.partition(LIST)
         self.root = data_folder(path)
         self.roots = (self.root,)
 
-    @abstractmethod
-    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
-        """Where a file of `files` is."""
+    def _encoded(self, index: int, corruption: str | None, severity: int) -> Path:
+        return self.root / self.files[index]
 
     def _called(self, index: int, corruption: str | None, severity: int) -> str:
-        return str(self._path(self.files[index], corruption, severity))
-
-    def _encoded(self, index: int, corruption: str | None, severity: int) -> Path:
-        return self._path(self.files[index], corruption, severity)
+        return str(self._encoded(index, corruption, severity))
 
     def names(self) -> list[str]:
         """Class and file of each sample, `n01440764/ILSVRC2012_val_00000293.JPEG`."""
@@ -67,15 +57,11 @@ class Files(Pictures):
 
     def _lines(self) -> list[str]:
         """Of the list of images."""
-        try:
+        with as_input_error(f"cannot read the list of images {self._list}", "give a text file"):
             return read_regular(Path(self._list).expanduser(), LONGEST_LIST).decode().splitlines()
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a ~user who is not there
-            raise InputError(
-                f"cannot read the list of images {self._list}: {reason(error)}; give a text file"
-            ) from error
 
     def _keep_listed(self) -> None:
-        """Leave out what the list does not name, if there is one; its order does not matter."""
+        """Leave out what the list, if there is one, does not name; its order does not matter."""
         if not self._list:
             return
         wanted, names = set(self._lines()) - {""}, self.names()
@@ -90,7 +76,7 @@ class Files(Pictures):
         self.files, self.targets = [self.files[i] for i in chosen], self.targets[chosen]
 
 
-class FolderSource(Files):
+class FolderSource(FileSource):
     """`PATH/<class>/<image>`: classes are the subfolders in sorted order.
 
     `folder:PATH`, and `tiny-imagenet:PATH` for the layout with an `images` folder below each class. `PATH:list=FILE` uses the
@@ -99,6 +85,7 @@ class FolderSource(Files):
     Example:
         >>> import tempfile
         >>> from PIL import Image
+        >>> from come.bench.data import Preprocess
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     (Path(folder) / "cat").mkdir()
         ...     Image.new("RGB", (8, 8)).save(Path(folder) / "cat" / "a.png")
@@ -106,14 +93,14 @@ class FolderSource(Files):
         torch.Size([1, 3, 4, 4])
     """
 
-    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, path, preprocess, on_bad_image)
+    def _open(self, rest: str) -> None:
+        super()._open(rest)
         self.classes = subfolders(self.root)
         self.num_classes = len(self.classes)
         if not self.classes:
             raise InputError(f"{self.root} has no subfolders; it must hold one folder of images per class")
         self._check_classes()
-        found = [images_below(self.root / name) for name in self.classes]
+        found = [images_below(self.root, name) for name in self.classes]
         self.files = [file for files in found for file in files]
         self.targets = torch.tensor([k for k, files in enumerate(found) for _ in files], dtype=torch.int64)
         if not self.files:
@@ -123,20 +110,17 @@ class FolderSource(Files):
         self._keep_listed()
 
     def _check_classes(self) -> None:
-        """Raise `InputError` if `classes` are not what they must be; nothing in their folders has been looked at."""
-
-    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
-        return file
+        """Check or reorder `classes` before their folders are read."""
 
 
-class ImageNetCSource(Files):
+class ImageNetCSource(FileSource):
     """The published layout `PATH/<corruption>/<severity>/<class>/<image>`; `imagenet-c:PATH`, or `imagenet-c:PATH:list=FILE`.
 
     The samples are those of the first corruption, at its highest severity.
     """
 
-    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, path, preprocess, on_bad_image)
+    def _open(self, rest: str) -> None:
+        super()._open(rest)
         there = subfolders(self.root)
         self.holds = tuple(n for n in corruption_names() if n in there)
         if not self.holds:
@@ -147,10 +131,9 @@ class ImageNetCSource(Files):
         first = self.holds[0]
         if not self.severities[first]:
             raise InputError(f"{self.root / first} has no severity folders 1 to 5")
-        place = self.root / first / str(self.severities[first][-1])
-        layout = FolderSource(name, str(place), preprocess)
+        layout = FolderSource(self.name, str(self.root / first / str(self.severities[first][-1])), self.preprocess)
         self.classes, self.num_classes, self._folders = layout.classes, layout.num_classes, layout.classes
-        self.files, self.targets = [file.relative_to(place) for file in layout.files], layout.targets
+        self.files, self.targets = layout.files, layout.targets
         self._keep_listed()
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
@@ -165,5 +148,5 @@ class ImageNetCSource(Files):
                     f"{missing[0]!r}; unpack it again"
                 )
 
-    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
-        return self.root / str(corruption) / str(severity) / file
+    def _encoded(self, index: int, corruption: str | None, severity: int) -> Path:
+        return self.root / str(corruption) / str(severity) / self.files[index]

@@ -8,8 +8,6 @@ from functools import cache
 from torch import Tensor
 
 from come.bench.data.folders import FolderSource
-from come.bench.data.pictures import OnBadImage
-from come.bench.data.preprocess import Preprocess
 from come.bench.data.source import Source
 from come.errors import InputError
 
@@ -22,22 +20,7 @@ class ImageNetSource(FolderSource):
 
     Classes keep the order of ImageNet. Where there are fewer than 1,000, `subset` says which ones: the benchmark restricts a
     model of 1,000 classes to their logits, as is published for ImageNet-R and ImageNet-A.
-
-    Example:
-        >>> import tempfile
-        >>> from pathlib import Path
-        >>> from PIL import Image
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for name in ("n01443537", "n02007558"):
-        ...         (Path(folder) / name).mkdir()
-        ...         Image.new("RGB", (8, 8)).save(Path(folder) / name / "a.png")
-        ...     ImageNetSource("imagenet:mine", folder, Preprocess(4, 4)).subset
-        (1, 130)
     """
-
-    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
-        self.kind = name.partition(":")[0]
-        super().__init__(name, path, preprocess, on_bad_image)
 
     def _check_classes(self) -> None:
         known = places()
@@ -56,7 +39,7 @@ class ImageNetSource(FolderSource):
             )
 
     def number(self, classes: Sequence[str], file: str) -> None:
-        """Refused: the classes have the numbers of ImageNet."""
+        """Refuse: the classes have the numbers of ImageNet."""
         Source.number(self, classes, file)
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
@@ -78,12 +61,7 @@ class ImageNetSource(FolderSource):
 
 @cache
 def places() -> dict[str, int]:
-    """Where each class of ImageNet is among the 1,000, by its WordNet id and by its number as a text.
-
-    Example:
-        >>> places()["n01440764"], places()["999"]
-        (0, 999)
-    """
+    """The number of each class of ImageNet, by its WordNet id and by the number as text."""
     from timm.data.imagenet_info import ImageNetInfo
 
     names = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]

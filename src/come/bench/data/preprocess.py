@@ -1,4 +1,4 @@
-"""From pictures to what a model takes: size, crop and normalization."""
+"""From images to what a model takes: size, crop and normalization."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from come.images.normalization import Normalization
 
 INTERPOLATIONS = {method.name.lower(): method for method in Image.Resampling}
 MAX_ASPECT = 16
-"""Of what is resized: a longer picture is cut to its middle first, which is all that is kept of it in any case."""
+"""A longer image is cropped to this aspect ratio before it is resized; the center crop drops the rest anyway."""
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How a picture becomes a square, and how squares become a model's input.
+    """Crops an image to a square, and turns squares into a model's input.
 
     Args:
         size: side of the square, in pixels.
-        resize: the shorter side of a picture before the middle `size` x `size` is cut out.
+        resize: the shorter side of an image before the center `size` x `size` is cropped.
         interpolation: of that resizing: "bilinear", "bicubic", ...
         mean: per channel, of images in [0, 1].
         std: the same, positive.
@@ -63,13 +63,13 @@ class Preprocess:
         return Normalization.of(self.normalization).inputs(x)
 
     def to_tensor(self, picture: Image.Image) -> Tensor:
-        """A picture -> (3, size, size) uint8."""
+        """An image -> (3, size, size) uint8."""
         return pixels(self.square(picture.convert("RGB")))
 
     def square(self, picture: Image.Image) -> Image.Image:
-        """The middle `size` x `size` of a picture whose shorter side is brought to `resize`.
+        """Resize the shorter side to `resize` and crop the center.
 
-        A picture whose shorter side is `size` already is only cropped: ImageNet-C is made of such crops.
+        An image whose shorter side is `size` is only cropped: ImageNet-C is made of such crops.
         """
         width, height = picture.size
         if min(width, height) != self.size:
@@ -87,10 +87,5 @@ class Preprocess:
 
 
 def pixels(picture: Image.Image) -> Tensor:
-    """An RGB picture as a tensor (3, H, W) uint8.
-
-    Example:
-        >>> pixels(Image.new("RGB", (3, 2), (255, 0, 0))).shape
-        torch.Size([3, 2, 3])
-    """
+    """An RGB image as a tensor (3, H, W) uint8."""
     return torch.from_numpy(np.array(picture, dtype=np.uint8)).movedim(-1, 0).contiguous()

@@ -1,30 +1,25 @@
-"""Small files of others, read whole: regular ones only, and no more than a limit."""
+"""Reads files and folders of others: regular files up to a size, and no link that leads out of the data folder."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from come.errors import InputError
+
+IMAGE_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+# Without O_NONBLOCK, opening a pipe that replaced the file after the check would block.
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""A pipe that takes the place of the file between two looks does not block."""
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
-    """The bytes of a regular file; anything else is not opened.
-
-    Args:
-        path: of the file; links are followed.
-        limit: how many bytes it may have.
+    """The bytes of a regular file, at most `limit`; links are followed.
 
     Raises:
-        OSError: it cannot be read, is no regular file (a pipe, a device, a folder), or is too long. `reason` words it.
-
-    Example:
-        >>> read_regular(os.curdir, 100)
-        Traceback (most recent call last):
-        ...
-        OSError: it is not a regular file
+        OSError: it cannot be read, is not a regular file (a pipe, a device, a folder), or is too long. `reason` words it.
     """
     require_regular(path)
     with open(os.open(path, FLAGS), "rb") as file:
@@ -37,7 +32,7 @@ def read_regular(path: str | Path, limit: int) -> bytes:
 
 
 def require_regular(path: str | Path) -> None:
-    """Raise `OSError` unless there is a regular file at `path`; nothing is opened."""
+    """Raise `OSError` unless `path` is a regular file; nothing is opened."""
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a NUL in the name, or a lone surrogate
@@ -55,3 +50,76 @@ def reason(error: BaseException) -> str:
     """
     text = getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+@contextmanager
+def as_input_error(failure: str, repair: str) -> Iterator[None]:
+    """Turn any error, since damaged files raise anything, into an `InputError` with the failure, the reason and the repair.
+
+    Example:
+        >>> with as_input_error("cannot read a.npy", "download it again"):
+        ...     raise EOFError("it is cut off")
+        Traceback (most recent call last):
+        ...
+        come.errors.InputError: cannot read a.npy: it is cut off; download it again
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{failure}: {reason(error)}; {repair}") from error
+
+
+def data_folder(path: str) -> Path:
+    """The folder at `path`; `InputError` if there is none."""
+    with as_input_error(f"cannot open the folder {path!r}", "give one that holds images"):
+        root = Path(path).expanduser()
+        if root.is_dir():
+            return root
+        state = "is not a folder" if root.exists() else "does not exist"
+    raise InputError(f"{root} {state}; give the folder that holds the images")
+
+
+def subfolders(folder: Path) -> list[str]:
+    """Sorted names of the folders in a folder, without hidden ones."""
+    return sorted(e.name for e in _entries(folder) if _answer(e.is_dir) and not e.name.startswith("."))
+
+
+def images_below(root: Path, folder: str) -> list[Path]:
+    """Images at any depth of a folder in `root`, relative to it; links to folders are skipped, they can form a circle."""
+    found, waiting = [], [Path(folder)]
+    while waiting:
+        here = waiting.pop()
+        for entry in _entries(root / here):
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(here / entry.name)
+            elif Path(entry.name).suffix.lower() in IMAGE_ENDINGS and _answer(entry.is_file):
+                found.append(here / entry.name)
+    return sorted(found)
+
+
+def stay_inside(path: Path, roots: Sequence[Path]) -> None:
+    """Refuse a file that a name or a link places outside of all `roots`; the roots themselves may be links."""
+    real = os.path.realpath(path)
+    if not any(os.path.commonpath((real, home)) == home for home in map(os.path.realpath, roots)):
+        raise ValueError(
+            f"a link or a name in the data leads out of the data folder, to {real}; if you trust it, name the folder that "
+            "really holds it"
+        )
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with (
+        as_input_error(f"cannot list the folder {folder}", "make it readable, or remove it"),
+        os.scandir(folder) as found,
+    ):
+        return list(found)
+
+
+def _answer(check: Callable[[], bool]) -> bool:
+    """Of `DirEntry.is_file` or `is_dir`; False for a link to itself."""
+    try:
+        return check()
+    except OSError:
+        return False

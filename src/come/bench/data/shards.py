@@ -6,79 +6,63 @@ import glob
 import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from come.bench.data.decoding import MAX_BYTES
-from come.bench.data.listing import IMAGE_ENDINGS
-from come.bench.data.pictures import OnBadImage, Pictures, place_and_options
-from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import reason, require_regular
+from come.bench.data.encoded import EncodedSource, place_and_options
+from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, reason, require_regular
 from come.bench.data.tars import Header
 from come.errors import ConfigError, InputError, pip_install, shown
 
-OPTIONS = ("image", "label", "classes")
-"""What may follow the shards, as KEY=VALUE."""
+OPTIONS = ("image", "label", "classes")  # what may follow the shards, as KEY=VALUE
 MAX_SHARDS = 100_000
-MAX_LABEL = 2**20
-"""Bytes of a file with a label."""
+MAX_LABEL = 2**20  # bytes of a file with a label
 
 Part = tuple[int, int]
 """Where a file of a sample begins in its shard, and how many bytes it has."""
 
 
-class ShardSource(Pictures):
+class ShardSource(EncodedSource):
     """`webdataset:SHARDS`: local tar files, `photos-{000..003}.tar` or `photos-*.tar`; nothing in them is executed.
 
-    Their headers are read once, each picture when it is asked for. Options follow, as in "webdataset:a.tar:label=json.breed":
+    Their headers are read once, each image when it is asked for. Options follow, as in "webdataset:a.tar:label=json.breed":
 
-    * image: the ending of the pictures; by default any of jpg, png, ...
+    * image: the ending of the images; by default any of jpg, png, ...
     * label: the ending of the labels; by default cls, an integer, or else json.label, the field `label` of a JSON object
     * classes: how many there are; by default one more than the largest label
-
-    Example:
-        >>> import tempfile, webdataset
-        >>> from PIL import Image
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with webdataset.TarWriter(f"{folder}/a.tar") as writer:
-        ...         _ = writer.write({"__key__": "0001", "png": Image.new("RGB", (8, 8)), "cls": 3})
-        ...     ShardSource("webdataset:mine", f"{folder}/*.tar", Preprocess(4, 4)).labels()
-        tensor([3])
-
-    Args:
-        name: the specification.
-        rest: what follows "webdataset:".
-        preprocess: makes squares of the pictures.
-        on_bad_image: "raise" or "skip".
-
-    Raises:
-        ConfigError: `webdataset` is missing, or there is no such option.
-        InputError: there are no such shards, or they cannot be read.
     """
 
-    def __init__(self, name: str, rest: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
-        super().__init__(name, preprocess, on_bad_image)
+    def _open(self, rest: str) -> None:
         pattern, given = place_and_options("webdataset", rest, OPTIONS)
-        zoo = _package(name)
+        try:
+            grouped = import_module("webdataset.tariterators").group_by_keys
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.name} needs webdataset, which is missing; install it with: {pip_install('data')}"
+            ) from error
         self._samples: list[tuple[Path, str, Part]] = []
-        """Of each, its shard, what it is called, and its picture."""
+        """Of each, its shard, its name, and where its image is."""
         labels = list[int]()
         for shard in _shards(pattern):
-            for key, parts in _read(zoo, shard):
-                image = _image(parts, given.get("image"))
-                if image is None:
+            for key, parts in _read(grouped, shard):
+                wanted = given.get("image")
+                images = [e for e in parts if (f".{e}" in IMAGE_ENDINGS if wanted is None else e == wanted)]
+                if len(images) != 1:
                     raise InputError(
-                        f"sample {shown(key)} of {shard} must have one picture ({given.get('image') or 'jpg, png, ...'}), got "
+                        f"sample {shown(key)} of {shard} must have one image ({wanted or 'jpg, png, ...'}), got "
                         f"{', '.join(parts)}; name its ending with image=ENDING"
                     )
-                self._samples.append((shard, f"{shard}/{key}.{image}", parts[image]))
+                self._samples.append((shard, f"{shard}/{key}.{images[0]}", parts[images[0]]))
                 labels.append(_label(shard, key, parts, str(given.get("label", ""))))
         if not labels:
-            raise InputError(f"{name} has no samples; give shards with files such as 0001.jpg and 0001.cls in them")
-        self._keep_labels(labels, given.get("classes"))
+            raise InputError(
+                f"{self.name} has no samples; give shards with files such as 0001.jpg and 0001.cls in them"
+            )
+        self._set_labels(labels, given.get("classes"))
 
     def _called(self, index: int, corruption: str | None, severity: int) -> str:
         return self._samples[index][1]
@@ -86,15 +70,6 @@ class ShardSource(Pictures):
     def _encoded(self, index: int, corruption: str | None, severity: int) -> bytes:
         shard, _, part = self._samples[index]
         return _bytes(shard, part, MAX_BYTES)
-
-
-def _package(name: str) -> Any:
-    try:
-        return import_module("webdataset.tariterators")
-    except ImportError as error:
-        raise ConfigError(
-            f"{name} needs webdataset, which is missing; install it with: {pip_install('data')}"
-        ) from error
 
 
 def _shards(pattern: str) -> list[Path]:
@@ -112,18 +87,15 @@ def _shards(pattern: str) -> list[Path]:
             f"{shown(pattern)} must name from 1 to {MAX_SHARDS} tar files, got {len(found)}; check the path"
         )
     for path in found:
-        try:
+        with as_input_error(f"cannot read the shard {path}", "check the path, or download it again"):
             require_regular(path)
-        except OSError as error:
-            raise InputError(
-                f"cannot read the shard {path}: {reason(error)}; check the path, or download it again"
-            ) from error
     return found
 
 
-def _read(zoo: Any, shard: Path) -> Iterator[tuple[str, dict[str, Part]]]:
-    """What the samples of a shard are called, and where their files are in it, by ending."""
-    try:
+def _read(grouped: Callable[..., Any], shard: Path) -> Iterator[tuple[str, dict[str, Part]]]:
+    """The name of each sample of a shard, and where its files are, by ending."""
+    repair = "give a tar file that is not compressed, or download it again"
+    with as_input_error(f"cannot read the shard {shard}", repair):
         size, files = shard.stat().st_size, list[dict[str, Any]]()
         with tarfile.open(shard, "r:", tarinfo=Header) as archive:
             for member in archive:
@@ -133,23 +105,8 @@ def _read(zoo: Any, shard: Path) -> Iterator[tuple[str, dict[str, Part]]]:
                     raise ValueError("it is cut off")
                 if member.isfile():
                     files.append({"fname": member.name, "data": (member.offset_data, member.size), "__url__": ""})
-        for sample in zoo.group_by_keys(files):
+        for sample in grouped(files):
             yield sample["__key__"], {ending: part for ending, part in sample.items() if isinstance(part, tuple)}
-    except (
-        tarfile.TarError,
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # RecursionError: a name for a name for ...
-        raise InputError(
-            f"cannot read the shard {shard}: {reason(error)}; give a tar file that is not compressed, or download it again"
-        ) from error
-
-
-def _image(parts: dict[str, Part], wanted: str | None) -> str | None:
-    """The ending of the picture of a sample, if there is just one."""
-    found = [ending for ending in parts if (f".{ending}" in IMAGE_ENDINGS if wanted is None else ending == wanted)]
-    return found[0] if len(found) == 1 else None
 
 
 def _label(shard: Path, key: str, parts: dict[str, Part], wanted: str) -> int:

@@ -1,4 +1,4 @@
-"""What a source of images is, and the one for any torch `Dataset`."""
+"""`Source`, the base class of all kinds of data, and the sources of images in memory and of torch data sets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from come.errors import ConfigError, InputError
 
 
 class Loaded(NamedTuple):
-    """Some samples of a source; those that could not be read are left out and counted."""
+    """Samples of a source; those that could not be read are left out and counted."""
 
     images: Tensor
     """(B, 3, H, W) uint8"""
     labels: Tensor
     """(B,) int64"""
     indices: Tensor
-    """(B,) int64: which samples these are"""
+    """(B,) int64: the samples' numbers in the source"""
     bad: int = 0
 
 
@@ -37,19 +37,19 @@ class Source(ABC):
     """The specification it was opened by; part of a run's identity."""
     num_classes: int
     holds: tuple[str, ...] | None = None
-    """Corruptions that are in the files already; None for clean images, which are corrupted on the fly."""
+    """Corruptions that are in the files; None for clean images, which are corrupted on the fly."""
     severities: Mapping[str, tuple[int, ...]] = {}
-    """Of each corruption in `holds`, those that are there."""
+    """Of each corruption in `holds`."""
     at_hand: bool = False
-    """Whether images are in memory already, or mapped: nothing is gained by keeping them once more."""
+    """Whether images are in memory or mapped, so that there is nothing to decode."""
     classes: Sequence[str] = ()
-    """Names of the classes, in the order of the labels, where folders are called so."""
+    """Names of the classes in the order of the labels, where folders are named after them."""
     subset: tuple[int, ...] | None = None
     """Which of ImageNet's 1,000 classes its classes are, in order; None for other classes."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Number of samples; of one corruption, where the files hold some."""
 
     @abstractmethod
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
@@ -70,15 +70,11 @@ class Source(ABC):
                 )
 
     def digest(self) -> str | None:
-        """16 hex digits that follow from what it holds, which may change under its name; None where nobody looks."""
+        """16 hex digits that change with the content; None if the source does not check its content."""
         return None
 
     def number(self, classes: Sequence[str], file: str) -> None:
-        """Number the classes by a list of their names, in place of the source's own order.
-
-        Args:
-            classes: all classes of a model, in the order of its outputs; there may be no image of some.
-            file: where they are from, for errors.
+        """Number the classes as a model does: by its outputs' names, read from `file`. Some may have no images.
 
         Raises:
             ConfigError: the data is not in folders of its classes, or one of these is not in the list.
@@ -87,7 +83,7 @@ class Source(ABC):
         raise ConfigError(f"classes has no effect on {kind}; only folder:, tiny-imagenet: and imagenet-c: data take it")
 
     def names(self) -> list[str]:
-        """What the samples are called, where they are files; else empty."""
+        """A name for each sample that is a file; else empty."""
         return []
 
     def labels(self) -> Tensor:
@@ -105,7 +101,7 @@ class Source(ABC):
         return self.load(range(0, len(self), step)[:count]).images
 
     def _known(self, indices: Sequence[int]) -> list[int]:
-        """The indices as a list, if they are there; a manifest can ask for any."""
+        """The indices as a list; `InputError` for one that does not exist, since a stream file can name any."""
         found = [int(i) for i in indices]
         wrong = next((i for i in found if not 0 <= i < len(self)), None)
         if wrong is not None:
@@ -114,13 +110,7 @@ class Source(ABC):
 
 
 class MemorySource(Source):
-    """Images (N, 3, H, W) uint8 and labels (N,) int64 that are in memory.
-
-    Example:
-        >>> source = MemorySource("mine", torch.zeros(3, 3, 8, 8, dtype=torch.uint8), torch.tensor([1, 0, 1]), 2)
-        >>> source.load([2, 1]).labels
-        tensor([1, 0])
-    """
+    """Images (N, 3, H, W) uint8 and labels (N,) int64 in memory."""
 
     at_hand = True
 
@@ -128,11 +118,10 @@ class MemorySource(Source):
         self.name, self.num_classes, self._images, self._labels = name, num_classes, images, labels
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self._labels)
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Look them up."""
+        """Index the tensors."""
         chosen = torch.tensor(self._known(indices), dtype=torch.int64)
         return Loaded(self._images[chosen], self._labels[chosen], chosen)
 
@@ -142,13 +131,13 @@ class MemorySource(Source):
 
 
 class DatasetSource(Source):
-    """Any torch `Dataset` of (image, label) pairs; images are PIL pictures or uint8 tensors (3, H, W).
+    """Any torch `Dataset` of (image, label) pairs; images are PIL images or uint8 tensors (3, H, W).
 
     Args:
-        dataset: it has a length, and an item for each index.
-        num_classes: how many labels there are.
+        dataset: has a length, and an item for each index.
+        num_classes: number of labels.
         name: part of a run's identity.
-        preprocess: makes squares of PIL pictures; without it they must have one size.
+        preprocess: crops PIL images to squares; without it they must have one size.
 
     Example:
         >>> data = [(torch.zeros(3, 32, 32, dtype=torch.uint8), 1), (torch.zeros(3, 32, 32, dtype=torch.uint8), 0)]
@@ -167,11 +156,10 @@ class DatasetSource(Source):
         self.name, self.num_classes, self._data, self._preprocess = name, num_classes, dataset, preprocess
         self._labels: Tensor | None = None
         self.at_hand = isinstance(dataset, (list, tuple, TensorDataset))
-        if not len(dataset):  # type: ignore[arg-type]
+        if not len(self):
             raise InputError(f"the data set {name} is empty")
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self._data)  # type: ignore[arg-type]
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
@@ -179,13 +167,13 @@ class DatasetSource(Source):
         self.load([0])
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Ask the data set, item by item."""
+        """Read item by item."""
         pairs = [self._data[int(i)] for i in indices]
         images = torch.stack([self._tensor(image) for image, _ in pairs])
         return Loaded(images, torch.tensor([int(label) for _, label in pairs]), torch.as_tensor(list(indices)))
 
     def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64; the data set is asked for each of its items, once."""
+        """The labels of all samples, (N,) int64; reads every item, once."""
         if self._labels is None:
             self._labels = torch.tensor([int(self._data[i][1]) for i in range(len(self))])
         return self._labels

@@ -1,4 +1,4 @@
-"""Images decoded once for a run: kept in a file that all of its processes read, and on the device where there is room."""
+"""Images are decoded once for a run: kept in a file that all its processes read, and on the GPU if they fit."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from torch import Tensor
 from come.bench.data.source import Loaded, Source
 from come.errors import ComeError
 
-MEMORY = Path("/dev/shm")
-"""A folder whose files are in memory, on Linux."""
-SHARE_OF_MEMORY = 0.25
-"""Of the memory that is free, for decoded images; more are kept on the disk."""
+MEMORY = Path("/dev/shm")  # files in it are in memory, on Linux
+SHARE_OF_MEMORY = 0.25  # of the free memory, for decoded images; if they need more they are kept on the disk
 SHARE_OF_DISK = 0.5
 SHARE_OF_DEVICE = 0.125
 
-SEEKING = threading.Lock()
-"""A file has one position for all threads, where it cannot be read from a given one."""
+SEEKING = threading.Lock()  # where there is no `preadv`, threads share the position in a file
 
 UNKNOWN, THERE, BAD = 0, 1, 2
-"""What is known of a sample."""
+"""States of a sample."""
+
+Shift = tuple[str | None, int]
+"""Corruption and severity."""
 
 
-class _Around(Source):
-    """What keeps the images of another source: all else is that source's.
+class _Wrapper(Source):
+    """Keeps images of another source and passes everything else on to it.
 
     Args:
         source: where the images come from.
-        used: which samples are kept, by default all; others are asked of the source each time.
+        used: which samples are kept, by default all; others are loaded from the source each time.
     """
 
     def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
@@ -50,58 +50,53 @@ class _Around(Source):
         places = sorted(set(range(len(source)) if used is None else used).intersection(range(len(source))))
         self._size = len(places)
         self._row: npt.NDArray[np.int64] = np.full(len(source), -1, dtype=np.int64)
-        """Where each sample is kept; -1 if it is not."""
         self._row[places] = np.arange(len(places))
 
     def _rows(self, indices: Sequence[int] | Tensor) -> npt.NDArray[np.int64]:
-        """Where these samples are kept; -1 for those that are not, or are not there."""
+        """Where these samples are kept; -1 for those that are not kept or do not exist."""
         chosen = np.asarray(indices, dtype=np.int64)
-        there = (chosen >= 0) & (chosen < len(self._row))
-        return np.where(there, self._row[np.where(there, chosen, 0)], -1)
+        exist = (chosen >= 0) & (chosen < len(self._row))
+        return np.where(exist, self._row[np.where(exist, chosen, 0)], -1)
+
+    def _shift(self, corruption: str | None, severity: int) -> Shift:
+        """What images are kept by: a source of clean images has one version of each."""
+        return (corruption, severity) if self.holds is not None else (None, 0)
 
     def __len__(self) -> int:
-        """Number of samples of the source."""
         return len(self.source)
 
     def labels(self) -> Tensor:
-        """The source's."""
+        """As the source."""
         return self.source.labels()
 
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
-        """As the source does."""
+        """As the source."""
         self.source.require(corruptions, severity)
 
     def source_images(self, count: int) -> Tensor:
-        """The source's."""
+        """As the source."""
         return self.source.source_images(count)
 
 
-class Kept(_Around):
-    """A source whose samples are decoded when they are first asked for, and read from a file from then on.
+class DecodedStore(_Wrapper):
+    """Decodes each sample of a source when it is first loaded, and reads it from a file from then on.
 
-    The file has no name: it is gone when the last process that holds it ends, however it ends. Processes that are started
+    The file has no name: it disappears with the last process that holds it, however that ends. Processes that are started
     while it is open read and write it too. A sample is marked when all of it is written; two threads or processes may decode
-    the same one at the same time and write the same bytes. What finds no room is decoded each time.
+    the same one at the same time and write the same bytes. Images that find no room are decoded each time.
 
     Args:
         source: where the images come from.
-        used: which samples are kept, by default all; others are asked of the source each time.
-        shifts: which (corruption, severity) are, for a source that holds some.
-
-    Example:
-        >>> from come.bench.data import FashionSource
-        >>> kept = Kept(FashionSource(size=8))
-        >>> kept.holds_all([3, 4]), len(kept.load([3, 4]).labels), kept.holds_all([3, 4])
-        (False, 2, True)
+        used: which samples are kept, by default all; others are loaded from the source each time.
+        shifts: which (corruption, severity) are kept, for a source that holds some.
     """
 
-    def __init__(
-        self, source: Source, used: Iterable[int] | None = None, shifts: Sequence[tuple[str | None, int]] = ()
-    ) -> None:
+    def __init__(self, source: Source, used: Iterable[int] | None = None, shifts: Sequence[Shift] = ()) -> None:
         super().__init__(source, used)
         chosen = [(None, 0)] if source.holds is None else list(dict.fromkeys(shifts))
         self._shape = _shape(source, *chosen[0]) if chosen else ()
-        place, fitting = room(self._size * int(np.prod(self._shape)), len(chosen)) if self._shape else (None, 0)
+        self._bytes = int(np.prod(self._shape))
+        place, fitting = room(self._size * self._bytes, len(chosen)) if self._shape else (None, 0)
         self._slots = {shift: i for i, shift in enumerate(chosen[:fitting])}
         self._file: int | None = None
         if place is not None:
@@ -109,91 +104,88 @@ class Kept(_Around):
                 self._attach(os.dup(file.fileno()))
 
     def _attach(self, file: int) -> None:
-        """Use a file, new or another process's, by its descriptor."""
+        """Use the descriptor of a file, new or another process's: labels, then states, then images."""
         weakref.finalize(self, os.close, file)
-        each = len(self._slots) * self._size
-        if os.fstat(file).st_size < 9 * each:
-            os.write(file, bytes(9 * each))
-        self._file, self._head = file, mmap.mmap(file, 9 * each)
+        count = len(self._slots) * self._size
+        if os.fstat(file).st_size < 9 * count:
+            os.write(file, bytes(9 * count))
+        self._file, self._head = file, mmap.mmap(file, 9 * count)
         shape = (len(self._slots), self._size)
-        self._labels: npt.NDArray[np.int64] = np.frombuffer(self._head, np.int64, each).reshape(shape)
-        self._states: npt.NDArray[np.uint8] = np.frombuffer(self._head, np.uint8, each, 8 * each).reshape(shape)
+        self._labels: npt.NDArray[np.int64] = np.frombuffer(self._head, np.int64, count).reshape(shape)
+        self._states: npt.NDArray[np.uint8] = np.frombuffer(self._head, np.uint8, count, 8 * count).reshape(shape)
 
     def source_images(self, count: int) -> Tensor:
-        """The source's; those that are among its samples are read like these."""
+        """As the source; through the store where they are some of its samples."""
         if type(self.source).source_images is Source.source_images:
             return Source.source_images(self, count)
         return super().source_images(count)
 
-    def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
-        """Whether nothing is left to decode of these."""
-        slot = self._slot(corruption, severity)
-        rows = self._rows(indices)
-        return slot is not None and bool((rows >= 0).all() and (self._states[slot][rows] != UNKNOWN).all())
+    def states(self, indices: Sequence[int], corruption: str | None, severity: int) -> npt.NDArray[np.uint8]:
+        """`UNKNOWN`, `THERE` or `BAD` (cannot be decoded) for each of these; UNKNOWN for those that are never kept."""
+        slot, rows = self._slots.get(self._shift(corruption, severity)), self._rows(indices)
+        found = np.full(len(rows), UNKNOWN, dtype=np.uint8)
+        if slot is not None:
+            found[rows >= 0] = self._states[slot][rows[rows >= 0]]
+        return found
 
-    def all_bad(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
-        """Whether none of these can be read, as is known already."""
-        slot = self._slot(corruption, severity)
-        return slot is not None and bool((self._states[slot][self._rows(indices)] == BAD).all())
+    def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
+        """Whether none of these is left to decode."""
+        return bool((self.states(indices, corruption, severity) != UNKNOWN).all())
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """From the file, or from the source and into the file."""
         asked = [int(i) for i in indices]
-        slot = self._slot(corruption, severity)
+        slot = self._slots.get(self._shift(corruption, severity))
         if slot is None:
             return self.source.load(asked, corruption, severity)
-        if not self.holds_all(asked, corruption, severity):
-            return self._decode(slot, asked, corruption, severity)
-        rows = self._rows(asked)
-        there = self._states[slot][rows] == THERE
-        good = rows[there]
-        pixels = np.empty((len(good), *self._shape), dtype=np.uint8)
-        for image, row in zip(pixels, good.tolist(), strict=True):
-            self._read(image, self._offset(slot, row))
-        labels, got = torch.from_numpy(self._labels[slot][good]), torch.tensor(asked, dtype=torch.int64)[there]
-        return Loaded(torch.from_numpy(pixels), labels, got, len(asked) - len(good))
-
-    def _decode(self, slot: int, asked: list[int], corruption: str | None, severity: int) -> Loaded:
-        """What is known is read, the rest decoded and kept; an image of another size than the first is not."""
-        known = [row >= 0 and self._states[slot][row] != UNKNOWN for row in self._rows(asked).tolist()]
-        rest = list(dict.fromkeys(i for i, there in zip(asked, known, strict=True) if not there))
+        states = self.states(asked, corruption, severity)
+        if (states != UNKNOWN).all():
+            return self._stored(slot, asked, states)
+        rest = list(dict.fromkeys(i for i, state in zip(asked, states, strict=True) if state == UNKNOWN))
         new = self.source.load(rest, corruption, severity)
-        if tuple(new.images.shape[1:]) == self._shape and new.images.dtype == torch.uint8:
-            self._keep(slot, rest, new)
-        if not any(known) and len(rest) == len(asked):
+        self._write_all(slot, rest, new)
+        if len(rest) == len(asked):
             return new
-        old = self.load([i for i, there in zip(asked, known, strict=True) if there], corruption, severity)
-        where = {int(i): (part, row) for part in (old, new) for row, i in enumerate(part.indices.tolist())}
+        old = [i for i, state in zip(asked, states, strict=True) if state != UNKNOWN]
+        parts = self._stored(slot, old, states[states != UNKNOWN]), new
+        where = {int(i): (part, row) for part in parts for row, i in enumerate(part.indices.tolist())}
         found = [where[i] for i in asked if i in where]
-        images = [part.images[row] for part, row in found]
         return Loaded(
-            torch.stack(images) if images else new.images,
+            torch.stack([part.images[row] for part, row in found]) if found else new.images,
             torch.tensor([int(part.labels[row]) for part, row in found], dtype=torch.int64),
             torch.tensor([i for i in asked if i in where], dtype=torch.int64),
             len(asked) - len(found),
         )
 
-    def _keep(self, slot: int, asked: list[int], loaded: Loaded) -> None:
+    def _stored(self, slot: int, asked: list[int], states: npt.NDArray[np.uint8]) -> Loaded:
+        """Samples of the file; none is `UNKNOWN`."""
+        good = states == THERE
+        rows = self._rows(asked)[good]
+        images = np.empty((len(rows), *self._shape), dtype=np.uint8)
+        for image, row in zip(images, rows.tolist(), strict=True):
+            self._read(image, self._offset(slot, row))
+        labels, indices = torch.from_numpy(self._labels[slot][rows]), torch.tensor(asked, dtype=torch.int64)[good]
+        return Loaded(torch.from_numpy(images), labels, indices, len(asked) - len(rows))
+
+    def _write_all(self, slot: int, asked: list[int], loaded: Loaded) -> None:
+        """Keep what was decoded, unless it has another size than the first image."""
+        if tuple(loaded.images.shape[1:]) != self._shape or loaded.images.dtype != torch.uint8:
+            return
         got = loaded.indices.tolist()
-        pixels = loaded.images.contiguous().numpy()
+        images = loaded.images.contiguous().numpy()
         try:
-            for image, label, row in zip(pixels, loaded.labels.tolist(), self._rows(got).tolist(), strict=True):
+            for image, label, row in zip(images, loaded.labels.tolist(), self._rows(got).tolist(), strict=True):
                 if row >= 0:
                     self._write(image, self._offset(slot, row))
                     self._labels[slot, row] = label
                     self._states[slot, row] = THERE
         except OSError:  # no room after all
             return
-        for row in self._rows(list(set(asked) - set(got))).tolist():
-            if row >= 0:
-                self._states[slot, row] = BAD
-
-    def _slot(self, corruption: str | None, severity: int) -> int | None:
-        return self._slots.get((corruption, severity) if self.holds is not None else (None, 0))
+        bad = self._rows(list(set(asked) - set(got)))
+        self._states[slot, bad[bad >= 0]] = BAD
 
     def _offset(self, slot: int, row: int) -> int:
-        place = slot * self._size + row
-        return len(self._head) + place * int(np.prod(self._shape))
+        return len(self._head) + (slot * self._size + row) * self._bytes
 
     def _read(self, image: npt.NDArray[np.uint8], offset: int) -> None:
         assert self._file is not None
@@ -228,37 +220,42 @@ class Kept(_Around):
             self._attach(state["_file"].detach())
 
 
-class Resident(_Around):
-    """A source whose images stay on the device once they were there, if all of them take a small share of its memory.
+class DeviceCache(_Wrapper):
+    """Keeps the images of a source on the GPU once they were there, if all of them take a small share of its memory.
 
     Args:
         source: where the images come from.
-        used: which samples are kept, by default all; others are asked of the source each time.
+        used: which samples are kept, by default all; others are loaded from the source each time.
     """
 
     def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
         super().__init__(source, used)
-        self._sets: dict[tuple[str | None, int], tuple[Tensor, Tensor, Tensor] | None] = {}
+        self._sets: dict[Shift, tuple[Tensor, Tensor, Tensor] | None] = {}
+        """Images on the device, labels, and which of them are there; None where they do not fit."""
 
     @property
     def bytes(self) -> int:
-        """What the images take there."""
+        """Memory that the images take there."""
         return sum(found[0].numel() for found in self._sets.values() if found is not None)
 
     def holds_all(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> bool:
-        """Whether all of these that can be read are on the device."""
-        found = self._sets.get(self._set(corruption, severity))
+        """Whether all of these that can be decoded are on the device."""
+        found = self._sets.get(self._shift(corruption, severity))
         chosen, rows = torch.as_tensor(indices, dtype=torch.int64), torch.from_numpy(self._rows(indices))
         if found is None or not len(chosen) or int(rows.min()) < 0:
             return False
         rest = chosen[~found[2][rows]].tolist()
-        return not rest or (isinstance(self.source, Kept) and self.source.all_bad(rest, corruption, severity))
+        if not rest:
+            return True
+        return isinstance(self.source, DecodedStore) and bool(
+            (self.source.states(rest, corruption, severity) == BAD).all()
+        )
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """From the device, or else from the source, to the host."""
         if not self.holds_all(indices, corruption, severity):
             return self.source.load(indices, corruption, severity)
-        found = self._sets[self._set(corruption, severity)]
+        found = self._sets[self._shift(corruption, severity)]
         assert found is not None
         images, labels, there = found
         chosen, rows = torch.as_tensor(indices, dtype=torch.int64), torch.from_numpy(self._rows(indices))
@@ -268,28 +265,22 @@ class Resident(_Around):
 
     def keep(self, images: Tensor, labels: Tensor, indices: Tensor, corruption: str | None, severity: int) -> None:
         """Keep images that are on the device now."""
-        key = self._set(corruption, severity)
-        if key not in self._sets:
+        shift = self._shift(corruption, severity)
+        if shift not in self._sets:
             free, _ = torch.cuda.mem_get_info(images.device)
-            fits = self._size * images[0].numel() <= SHARE_OF_DEVICE * free
-            self._sets[key] = self._new(images) if fits else None
-        found = self._sets[key]
+            self._sets[shift] = None
+            if self._size * images[0].numel() <= SHARE_OF_DEVICE * free:
+                labels_there = torch.zeros(self._size, dtype=torch.int64), torch.zeros(self._size, dtype=torch.bool)
+                self._sets[shift] = images.new_empty((self._size, *images.shape[1:])), *labels_there
+        found = self._sets[shift]
         rows = torch.from_numpy(self._rows(indices))
         if found is None or images.shape[1:] != found[0].shape[1:] or int(rows.min()) < 0:
             return
         found[0].index_copy_(0, rows.pin_memory().to(images.device, non_blocking=True), images)
         found[1][rows], found[2][rows] = labels, True
 
-    def _new(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for images like these; their labels, and which of them are there."""
-        labels, there = torch.zeros(self._size, dtype=torch.int64), torch.zeros(self._size, dtype=torch.bool)
-        return images.new_empty((self._size, *images.shape[1:])), labels, there
-
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_sets": {}}  # another process has its own
-
-    def _set(self, corruption: str | None, severity: int) -> tuple[str | None, int]:
-        return (corruption, severity) if self.holds is not None else (None, 0)
 
 
 def _shape(source: Source, corruption: str | None, severity: int) -> tuple[int, ...]:
@@ -303,7 +294,7 @@ def _shape(source: Source, corruption: str | None, severity: int) -> tuple[int, 
 
 
 def room(each: int, sets: int) -> tuple[Path | None, int]:
-    """Where `sets` of `each` bytes can be kept, and how many of them."""
+    """Where to keep `sets` of `each` bytes, and how many of them fit."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
         free = min(psutil.virtual_memory().available, shutil.disk_usage(MEMORY).free)
         if each * sets <= SHARE_OF_MEMORY * free:
@@ -314,7 +305,7 @@ def room(each: int, sets: int) -> tuple[Path | None, int]:
 
 
 def _descriptor(file: int) -> Any:
-    """An open file on its way to a process that is being started; None where that cannot be, and it decodes for itself."""
+    """An open file for a process that is being started; None where that is impossible, and it decodes for itself."""
     from multiprocessing import context, reduction
 
     if not hasattr(reduction, "DupFd") or context.get_spawning_popen() is None:

@@ -1,4 +1,4 @@
-"""A stream, written down: which images, in which order, corrupted how. Two people with one manifest run the same numbers."""
+"""`Stream`, the order of samples written down: which images, in which order, corrupted how. The same file, the same run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from pydantic import BeforeValidator, Field, Strict, model_validator
 from torch import Tensor
 
 from come.bench.cell import Description, Seed, Severity, Text, digest
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import as_input_error, read_regular
 from come.corruptions import check_choice
-from come.errors import ConfigError, InputError, require
+from come.errors import ConfigError, require
 from come.seeds import derived_seed
 
 FORMAT = "come-stream-2"
-OUTLIER = -1
-"""In `Stream.kinds`: a sample of the outlier source."""
-MAX_BYTES = 64 * 2**20
-"""Of a manifest: enough for five million samples."""
+OUTLIER = -1  # in `Stream.kinds`: a sample of the outlier source
+MAX_BYTES = 64 * 2**20  # of a stream file: enough for five million samples
 MAX_SHIFTS = 1000
 
 
@@ -36,15 +34,15 @@ Indices = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Strict(Fa
 
 
 class Stream(Description):
-    """The order of the samples and what happens to them.
+    """The order of the samples of a run and their corruptions, written down; can be saved as JSON (not a CUDA stream).
 
     Args:
         data: specification of the source, e.g. "fashion".
         order: indices into the source, first to last; of an outlier, into the outlier source.
         shifts: (corruption, severity) of each kind of sample in the stream; a corruption of None is a clean image.
-        then: for each kind what is done to its samples next, in the same form; empty if nothing is.
+        then: a second (corruption, severity) for each kind; empty if there is none.
         kinds: for each sample its place in `shifts`, or -1 for an outlier, which is never corrupted; empty if all are 0.
-        seed: of the corruption; image i is corrupted by (seed, i), wherever it stands in the order.
+        seed: of the corruption; image i is corrupted by (seed, i), wherever it is in the order.
         domain: what the samples have in common, for tables.
         outliers: specification of the outlier source, if there are outliers.
 
@@ -82,7 +80,7 @@ class Stream(Description):
     def shuffled(
         cls, data: str, size: int, *, corruption: str | None, severity: int, seed: int, domain: str | None = None
     ) -> Stream:
-        """All `size` samples of a source once, in an order that follows from the seed."""
+        """All `size` samples of a source once, in an order drawn from the seed."""
         return cls.of(data, shuffle(range(size), seed), corruption, severity, seed, domain)
 
     @classmethod
@@ -95,16 +93,15 @@ class Stream(Description):
         seed: int,
         domain: str | None = None,
     ) -> Stream:
-        """Samples in the order that is given, all of one kind."""
+        """Samples in the given order, all of one kind."""
         shifts = ((corruption, severity),)
         return cls(data=data, order=tuple(order), shifts=shifts, seed=seed, domain=domain or corruption or "clean")
 
     def kind(self, i: int) -> int:
-        """What kind the sample at place `i` is."""
+        """The kind of the sample at place `i`."""
         return self.kinds[i] if self.kinds else 0
 
     def __len__(self) -> int:
-        """Number of samples."""
         return len(self.order)
 
     @property
@@ -113,28 +110,21 @@ class Stream(Description):
         return digest(self)[:16]
 
     def save(self, path: str | Path) -> None:
-        """Write the manifest as JSON."""
+        """Write it as JSON."""
         Path(path).write_text(self.model_dump_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Stream:
-        """Read a manifest that `save` wrote; it may have been changed since, or be something else.
-
-        Nothing that it names is opened: `batches` takes the sources that it is given.
-        """
-        try:
+        """Read a file that `save` wrote; it is checked, since it may be anything. The data that it names is not opened."""
+        with as_input_error(f"cannot read the stream {path}", "give a manifest that come wrote"):
             found = json.loads(read_regular(path, MAX_BYTES))
             if not isinstance(found, dict) or set(found) != set(cls.model_fields):
                 raise ValueError(f"it does not have the fields of format {FORMAT!r}")
             return cls(**found)
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"cannot read the stream {path}: {reason(error)}; give a manifest that come wrote"
-            ) from error
 
 
 def shuffle(values: Sequence[int], seed: int, *purpose: object) -> list[int]:
-    """`values` in an order that follows from the seed and, where it decides several, from what this one is for.
+    """`values` in an order drawn from the seed and a purpose, where one seed draws several orders.
 
     Example:
         >>> shuffle([10, 20, 30], 0), shuffle([10, 20, 30], 0, "outliers")
@@ -145,14 +135,12 @@ def shuffle(values: Sequence[int], seed: int, *purpose: object) -> list[int]:
 
 
 def generator(seed: int, *purpose: object) -> torch.Generator:
-    """Random numbers that follow from the seed; those for a purpose are independent of all others."""
+    """A generator of the seed; those of different purposes are independent."""
     return torch.Generator().manual_seed(derived_seed(seed, *purpose) if purpose else seed)
 
 
 def spread(labels: Tensor, count: int, seed: int) -> list[int]:
-    """Places of `count` of the labels (N,), in ascending order: of each class its share, rounded up or down.
-
-    Which ones, and which classes where there are more of them than samples, follows from the seed.
+    """Places of `count` of the labels (N,), ascending: of each class its share, rounded up or down; drawn from the seed.
 
     Example:
         >>> spread(torch.tensor([7, 7, 7, 7, 5, 5]), 3, seed=0)

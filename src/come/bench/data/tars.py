@@ -1,4 +1,4 @@
-"""Tar archives of others: their headers are not trusted, and nothing is unpacked to the disk."""
+"""Reads tar archives of others: their headers are not trusted, and nothing is unpacked to the disk."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 
 from come.bench.data.reading import require_regular
 
-LONG = 2**20
-"""Bytes of a long name, or of what else a header says of the next file."""
+LONG = 2**20  # bytes of a long name, or of what else a header says of the next file
 READ_WHOLE = (b"L", b"K", b"x", b"g", b"X")
-"""Types of what tells more about the next file, such as a long name; `tarfile` reads it whole."""
+"""Types of headers about the next file, such as a long name; `tarfile` reads them whole."""
 
 
 class Header(tarfile.TarInfo):
-    """A header that leads on: one with a negative size leads back, and a reader goes round for ever."""
+    """A header whose size is checked: a negative one would lead `tarfile` back, in an endless loop."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
@@ -30,23 +29,10 @@ class Header(tarfile.TarInfo):
 
 
 def files_of_archive(path: str | Path, limit: int) -> dict[str, bytes]:
-    """All files of a .tar.gz by their names without folders, in memory.
-
-    Args:
-        path: of the archive.
-        limit: how many bytes it may unpack to.
+    """All files of a .tar.gz in memory, by their names without folders; at most `limit` bytes unpacked.
 
     Raises:
         OSError, EOFError, ValueError, tarfile.TarError, zlib.error: it cannot be read, or is too long. `reason` words it.
-
-    Example:
-        >>> import io, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with tarfile.open(f"{folder}/a.tgz", "w:gz") as archive:
-        ...         (header := tarfile.TarInfo("package/a.txt")).size = 5
-        ...         archive.addfile(header, io.BytesIO(b"hello"))
-        ...     files_of_archive(f"{folder}/a.tgz", 2**20)
-        {'a.txt': b'hello'}
     """
     require_regular(path)
     found, left = dict[str, bytes](), limit

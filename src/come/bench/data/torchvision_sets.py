@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,35 +11,23 @@ from torch import Tensor
 
 from come.bench.data.decoding import quiet
 from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import reason
+from come.bench.data.reading import as_input_error, reason
 from come.bench.data.source import DatasetSource, Loaded
 from come.errors import InputError, unknown
 
 _PICKLE = "torchvision unpickles a file beside it, which could run anything; give its images as folder:PATH"
 NOT_OPENED = {
-    "ImageFolder": "write folder:PATH",
-    "DatasetFolder": "write folder:PATH",
-    "LSUN": _PICKLE,
-    "LSUNClass": _PICKLE,
+    **dict.fromkeys(("ImageFolder", "DatasetFolder"), "write folder:PATH"),
+    **dict.fromkeys(("LSUN", "LSUNClass"), _PICKLE),
 }
 
 
 class TorchvisionSource(DatasetSource):
-    """A data set that torchvision reads, from files that may hold anything; its test split, where it has one.
-
-    Args:
-        name: the specification.
-        rest: name of the data set in torchvision and, after a colon, its folder ("data" without one).
-        preprocess: makes squares of its pictures.
-
-    Example:
-        >>> TorchvisionSource("torchvision:FakeData", "FakeData", Preprocess(32, 32)).load([0]).images.shape
-        torch.Size([1, 3, 32, 32])
-    """
+    """`torchvision:NAME[:FOLDER]`: a data set of torchvision in FOLDER, by default "data"; its test split, where it has one."""
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess) -> None:
         kind, _, root = rest.partition(":")
-        data = _data_set(kind, root or "data")
+        data = _open(kind, root or "data")
         classes = getattr(data, "classes", None)
         count = getattr(data, "num_classes", None) if classes is None else len(classes)
         if not isinstance(count, int):
@@ -49,34 +37,25 @@ class TorchvisionSource(DatasetSource):
         super().__init__(data, num_classes=count, name=name, preprocess=preprocess)
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Ask torchvision."""
-        with self._reading():
+        """Read with torchvision."""
+        with quiet(), self._as_input_error():
             return super().load(self._known(indices), corruption, severity)
 
     def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64; where torchvision has a list of them, no picture is read."""
+        """The labels of all samples, (N,) int64; no image is read where torchvision has a list of labels."""
         listed = getattr(self._data, "targets", None)
-        with self._reading():
+        with quiet(), self._as_input_error():
             found = super().labels() if listed is None else torch.as_tensor(listed, dtype=torch.int64)
             if found.shape != (len(self),):
                 raise ValueError(f"it has {len(self)} samples and labels of shape {tuple(found.shape)}")
             return found
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """What goes wrong in torchvision is the files' fault."""
-        try:
-            with quiet():
-                yield
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"torchvision cannot read {self.name}: {reason(error)}; download it again, or give its images as folder:PATH"
-            ) from error
+    def _as_input_error(self) -> AbstractContextManager[None]:
+        repair = "download it again, or give its images as folder:PATH"
+        return as_input_error(f"torchvision cannot read {self.name}", repair)
 
 
-def _data_set(kind: str, root: str) -> Any:
+def _open(kind: str, root: str) -> Any:
     import torchvision.datasets
 
     if kind in NOT_OPENED:
@@ -84,15 +63,14 @@ def _data_set(kind: str, root: str) -> Any:
     known = [n for n in torchvision.datasets.__all__ if n[0].isupper()]
     if kind not in known:
         raise unknown("torchvision data set", kind, known)
-    make = getattr(torchvision.datasets, kind)
     place: dict[str, Any] = {"size": 64} if kind == "FakeData" else {"root": root}
-    attempts: list[dict[str, Any]] = [{"train": False}, {"split": "test"}, {"split": "val"}, {}]
-    for arguments in attempts:
+    splits: list[dict[str, Any]] = [{"train": False}, {"split": "test"}, {"split": "val"}, {}]
+    for split in splits:
         try:
-            return make(**place, **arguments)
-        except TypeError:
+            return getattr(torchvision.datasets, kind)(**place, **split)
+        except TypeError:  # it has no such argument
             continue
-        except Exception as error:  # whatever torchvision met in the files, or a package that it lacks
+        except Exception as error:  # of damaged files, or of a missing package
             raise InputError(
                 f"torchvision's {kind} is not in {root} ({reason(error)}); download it there first, "
                 f"or name the folder: torchvision:{kind}:PATH"

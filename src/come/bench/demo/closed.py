@@ -1,4 +1,4 @@
-"""What of Gradio a visitor can reach: what the page needs."""
+"""Closes the routes of Gradio that the demo's page does not need."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LARGEST = 4096
-"""Bytes of what the page sends; it needs about 100."""
-SHOWN = ("/", "/favicon.ico", "/manifest.json", "/theme.css", "/config", "/gradio_api/queue/data")
-SHOWN_BELOW = ("/assets/", "/static/")
-SENT = tuple(f"/gradio_api/{route}" for route in ("queue/join", "run/predict", "cancel", "reset"))
-"""What the page asks for, and what it sends."""
+"""Bytes of a request body; the page needs about 100."""
+READ = ("/", "/favicon.ico", "/manifest.json", "/theme.css", "/config", "/gradio_api/queue/data")
+READ_BELOW = ("/assets/", "/static/")
+POSTED = tuple(f"/gradio_api/{route}" for route in ("queue/join", "run/predict", "cancel", "reset"))
+"""What the page requests, and where it posts to."""
 
 
 class Closed:
-    """Lets through what the page needs of Gradio, and nothing else.
+    """Middleware that passes on what the page needs of Gradio, and nothing else.
 
     Gradio serves more: any visitor, and any page that a visitor's browser shows, may upload files without a limit, let the
     server fetch an address, or write links, and the files stay.
-
-    Args:
-        app: what answers the rest.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -32,16 +29,16 @@ class Closed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
         path, method = scope.get("path", ""), scope.get("method")
-        shown = method in ("GET", "HEAD") and (path in SHOWN or path.startswith(SHOWN_BELOW))
-        if shown or scope["type"] == "lifespan":
+        read = method in ("GET", "HEAD") and (path in READ or path.startswith(READ_BELOW))
+        if read or scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif method == "POST" and path in SENT:
+        elif method == "POST" and path in POSTED:
             await self._posted(scope, receive, send)
         else:
             await PlainTextResponse("not part of this page", 404)(scope, receive, send)
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What the controls of this page send, and no other page."""
+        """Pass on a post if it comes from this page and holds values of its controls."""
         body, more = b"", True
         while more and len(body) <= LARGEST:
             message = await receive()
@@ -62,7 +59,7 @@ class Closed:
 
 
 def _values(body: bytes) -> bytes | None:
-    """The values of the controls, written anew; None if there is anything but texts and numbers: Gradio would fetch a file."""
+    """The values of the controls, serialized again; None if one is a list or an object: Gradio would fetch a file."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

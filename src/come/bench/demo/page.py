@@ -1,4 +1,4 @@
-"""The page of the demo: what a visitor chooses and sees. Gradio shows it; the stream is `come.bench.demo.stream`."""
+"""The page of the demo, made with Gradio: controls and the HTML of each scene. The stream is `come.bench.demo.stream`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from come.bench.models import EMBEDDED
 from come.errors import ComeError
 
 VISITORS = 8
-"""Streams that run at once; others wait in a queue."""
+"""Streams that run at once; up to `WAITING` others wait in a queue."""
 WAITING = 100
-"""So many of them."""
 
 WORDS = """# Test-time adaptation, side by side
 
@@ -36,7 +35,7 @@ know", and **Steady** is what we recommend. Each abstains where it must to keep 
 images*; under corruption that is no promise. Confidence is the largest softmax probability. All of it runs on the machine
 that serves this page.
 """
-# The address bar keeps what was chosen: a link to send.
+# The address bar keeps what was chosen, as a link to send.
 REMEMBER = """(...chosen) => {
   const names = %s;
   const link = new URLSearchParams(names.map((name, i) => [name, chosen[i]]));
@@ -52,9 +51,8 @@ def shown(scene: Scene) -> str:
 
 @lru_cache
 def _template() -> Template:
-    environment = Environment(
-        loader=PackageLoader("come.bench", "demo"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
+    loader = PackageLoader("come.bench", "demo")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template("scene.html.jinja")
 
 
@@ -65,14 +63,8 @@ def _png(image: Tensor) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def chosen(*values: Any) -> Choice:
-    """The choice that the controls make."""
-    given = dict(zip(Choice.model_fields, values, strict=True))
-    return Choice(**given | {"severity": int(given["severity"]), "rate": float(given["rate"])})
-
-
 def _linked(request: gr.Request) -> list[Any]:
-    """What the address asks for, the defaults in place of what is no choice; from then on a stream can be started."""
+    """The choice in the address, or the defaults if it is not valid; the button that starts a stream becomes active."""
     asked = dict(request.query_params)
     read: dict[str, Callable[[str], Any]] = {"severity": int, "rate": float, "guard": lambda text: text == "true"}
     try:
@@ -83,10 +75,11 @@ def _linked(request: gr.Request) -> list[Any]:
 
 
 def _run(*values: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Scene by scene; buttons as they can be pressed."""
+    """The scenes of the stream that the controls choose, with the two buttons."""
     busy = gr.Button(interactive=False), gr.Button(interactive=True)
     try:
-        choice = chosen(*values)
+        given = dict(zip(Choice.model_fields, values, strict=True))
+        choice = Choice(**given | {"severity": int(given["severity"]), "rate": float(given["rate"])})
         yield "<p>Calibrating on clean images ...</p>", *busy
         for scene in watch(choice):
             yield shown(scene), *busy
@@ -134,7 +127,7 @@ def build() -> gr.Blocks:
 
 
 def create() -> FastAPI:
-    """The application that a server runs; it asks nothing of other hosts."""
+    """The application that a server runs; it makes no requests to other hosts."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Closed)
     gr.mount_gradio_app(

@@ -1,4 +1,4 @@
-"""The stream of a demo: four adapters take the same batches, and each says how it fares. Nothing here knows of a browser."""
+"""What the demo shows, without a browser: four methods adapt to the same batches of one stream."""
 
 from __future__ import annotations
 
@@ -26,28 +26,19 @@ from come.metrics import accuracy
 CLEAN = "none"
 """The corruption that leaves images as they are."""
 METHODS = ("tent", "eata", "sar", "deyo")
-"""Those of the paper and after that take an objective and one or two forwards."""
+"""Methods that take an objective and one or two forwards."""
 RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 BATCH = 64
 RISK = 0.05
-"""Share of wrong answers that is promised on such images."""
+"""Share of wrong answers that abstaining guarantees on clean images."""
 EXAMPLES = 6
 """Images of each batch that are shown."""
 RECENT = 5
-"""Batches that a curve looks back on."""
+"""Batches that a point of a curve averages."""
 
 
 class Choice(Description):
-    """What a visitor chooses.
-
-    Example:
-        >>> Choice(corruption="fog", rate=10.0).method
-        'tent'
-        >>> Choice(severity=6)
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: severity must be less than or equal to 5, got 6
-    """
+    """What a visitor chooses."""
 
     corruption: str = "snow"
     severity: Severity = 3
@@ -69,16 +60,7 @@ class Choice(Description):
 
 @dataclass
 class Lane:
-    """One method on the stream, and what it has answered so far.
-
-    Example:
-        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        >>> lane = Lane("Tent + COME", come.adapt(model, "tent"))
-        >>> _ = lane.adapter.calibrate([torch.randn(8, 4) for _ in range(4)], coverage=0.9)
-        >>> lane.take(Batch(torch.randn(8, 4), torch.zeros(8).long(), torch.arange(8), torch.zeros(8).long()))
-        >>> len(lane.rows["prediction"]), lane.state
-        (8, 'not checked yet')
-    """
+    """One method on the stream, and its answers so far."""
 
     title: str
     adapter: come.Adapter
@@ -98,12 +80,12 @@ class Lane:
 
     @property
     def accuracy(self) -> float:
-        """Share of all answers that are right."""
+        """Share of right answers."""
         return accuracy(self.rows["prediction"], self.rows["label"])
 
     @property
     def confidence(self) -> float:
-        """Mean of the largest softmax probability: the same measure for every method, whatever its objective."""
+        """Mean of the largest softmax probability, whatever the objective."""
         return self.rows["softmax"].mean().item()
 
     @property
@@ -135,24 +117,24 @@ class Lane:
 
     @property
     def collapses(self) -> int:
-        """How many the guard has found."""
+        """Collapses that the guard has found."""
         return sum(event.kind == "collapse" for event in self.events)
 
     @property
     def state(self) -> str:
-        """What the guard found last, in a word or two."""
+        """What the guard found last, in one or two words."""
         if not self.adapter.method.changes:
             return "does not adapt"
         return STATES.get(self.events[-1].kind, self.events[-1].kind) if self.events else "not checked yet"
 
     @property
     def alarm(self) -> bool:
-        """Whether that is bad news."""
+        """Whether `state` is an alarm."""
         return bool(self.events) and self.events[-1].kind not in FINE
 
     @property
     def said(self) -> str:
-        """The guard's last words, with the batch that they are about; "" if it has said nothing."""
+        """The guard's last message with its batch; "" if there is none."""
         if not self.events:
             return ""
         last = self.events[-1].step
@@ -161,14 +143,14 @@ class Lane:
 
 
 FINE = ("healthy", "raised", "statistics")
-"""Kinds of events that are no bad news."""
+"""Kinds of events that are not alarms."""
 STATES = {**dict.fromkeys(FINE, "healthy"), "suspicious": "unusual", "collapse": "collapsed"}
-"""Kinds of events and what a visitor reads; others are called by their kind."""
+"""Kinds of events in the words of the page; others are shown by their kind."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What there is to see after a batch."""
+    """What the page shows after a batch."""
 
     choice: Choice
     number: int
@@ -179,24 +161,18 @@ class Scene:
     lanes: Sequence[Lane]
 
     def example(self, lane: Lane, place: int) -> tuple[str, str, float, bool]:
-        """Of the image at that place: what it shows, what a method says, how sure it is, and whether it abstains."""
+        """Of an image shown: its class, the predicted class, the confidence, and whether the method abstains."""
         row = {name: values[BATCH * (self.number - 1) + place] for name, values in lane.rows.items()}
         label, prediction = (KNOWN[int(row[name])] for name in ("label", "prediction"))
         return label, prediction, row["softmax"].item(), bool(row["abstain"])
 
 
-@lru_cache
-def _model(name: str) -> models.Model:
-    return models.load(name)
-
-
-@lru_cache
-def _data() -> FashionSource:
-    return FashionSource()
+_model = lru_cache(models.load)
+_data = lru_cache(FashionSource)
 
 
 def lanes(choice: Choice) -> list[Lane]:
-    """No Adapt, the chosen method with EM and with COME, and the recommended one; calibrated, before the first batch."""
+    """No Adapt, the chosen method with EM and with COME, and the recommended method; calibrated on clean images."""
     model = _model(choice.model)
     images, labels = (torch.split(part, BATCH) for part in clean_source())
     source = [(model.preprocess(x), y) for x, y in zip(images, labels, strict=True)]
@@ -225,7 +201,7 @@ def lanes(choice: Choice) -> list[Lane]:
 
 
 def watch(choice: Choice) -> Iterator[Scene]:
-    """Run the embedded stream, batch by batch; runs share a model and images, and nothing that changes."""
+    """Run the stream batch by batch; runs share the source model and the images, and nothing that changes."""
     running, data, preprocess = lanes(choice), _data(), _model(choice.model).preprocess
     corruption = None if choice.corruption == CLEAN else choice.corruption
     stream = Stream.shuffled("fashion", len(data), corruption=corruption, severity=choice.severity, seed=0)

@@ -1,4 +1,4 @@
-"""What the paper printed: every table as data, to be laid next to our own measurements.
+"""The tables of the paper as data, what they are compared with, and the plans that regenerate them.
 
 Reference: Zhang et al., "COME: Test-time Adaption by Conservatively Minimizing Entropy", ICLR 2025.
 """

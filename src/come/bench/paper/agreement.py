@@ -1,8 +1,8 @@
-"""What was measured next to what the paper printed, and what agrees.
+"""Compares what was measured with what the paper printed.
 
-On ImageNet-C with the paper's model numbers can be compared one by one. On other data, such as the embedded `fashion`, only two
-questions have an answer: does COME change the same methods in the same direction, and do the methods come in the same order.
-Whether a measured change is one is decided by its interval (`come.bench.statistics`), not by its size.
+On ImageNet-C with the paper's model numbers can be compared one by one; on other data, such as the embedded `fashion`, only
+whether COME changes the same methods in the same direction, and whether the methods have the same order. The interval of a
+measured change (`come.bench.statistics`) decides whether it is one, not its size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUBSTANTIAL = 0.5
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table: the paper's number and ours; None where there is none."""
+    """A row of a table: the paper's number and ours; None if there is none."""
 
     method: str
     objective: str
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A column of a table, the paper's next to ours.
+    """A column of a table with the paper's numbers and ours.
 
     Args:
         table: name of the paper's table.
@@ -39,7 +39,7 @@ class Comparison:
         metric: "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt.
         lines: one for each method and objective.
         verdicts: for each method, whether COME changes our number.
-        alike: the same for the FPR of both by softmax, which the paper does not print.
+        alike: the same for the FPR with both scored by softmax, which the paper does not print.
     """
 
     table: str
@@ -50,46 +50,35 @@ class Comparison:
     alike: Mapping[str, Verdict] = field(default_factory=dict)
 
     def changes(self) -> list[tuple[str, float, float]]:
-        """(method, gain of come over em in the paper, measured) for methods that have all four numbers; of time and memory,
-        the change.
-        """
-        found = {(line.method, line.objective): line for line in self.lines}
+        """(method, gain of COME over EM in the paper, measured) where all numbers are known; of time and memory, COME - EM."""
+        found = {(line.method, line.objective): (line.paper, line.measured) for line in self.lines}
+        sign = -1 if self.metric == "fpr" else 1
         rows = []
         for method in dict.fromkeys(line.method for line in self.lines):
-            em, come = found.get((method, "em")), found.get((method, "come"))
-            if em is None or come is None:
-                continue
-            numbers = (em.paper, come.paper, em.measured, come.measured)
-            if None not in numbers:
-                a, b, c, d = (float(v) for v in numbers if v is not None)
-                sign = -1 if self.metric == "fpr" else 1
-                rows.append((method, sign * (b - a), sign * (d - c)))
+            (a, b), (c, d) = (found.get((method, objective), (None, None)) for objective in ("em", "come"))
+            if a is not None and b is not None and c is not None and d is not None:
+                rows.append((method, sign * (c - a), sign * (d - b)))
         return rows
 
     def agreement(self) -> list[str]:
-        """Sentences: what agrees with the paper, what contradicts it, what cannot be told, and the order of the rows."""
-        said = []
-        if self.metric in METRICS:
-            agree: list[str] = []
-            contradict: list[str] = []
-            unclear: list[str] = []
-            for method, theirs, ours in self.changes():
-                verdict = self.verdicts.get(method)
-                numbers = f"{method} (paper {theirs:+.1f}, here {ours:+.1f}"
-                if abs(theirs) < SUBSTANTIAL:
-                    unclear.append(f"{numbers}: the paper calls less than {SUBSTANTIAL} no change)")
-                elif verdict is None or not verdict.found:
-                    reach = "" if verdict is None else f", 95% interval {verdict.interval}"
-                    unclear.append(f"{numbers}{reach})")
-                else:
-                    (agree if (theirs > 0) == (ours > 0) else contradict).append(f"{numbers})")
-            for words, found in (
-                ("Agrees with the paper", agree),
-                ("Contradicts the paper", contradict),
-                ("Cannot be told from this run", unclear),
-            ):
-                if found:
-                    said.append(f"{words}, gain in {METRICS[self.metric]} of COME over EM: {', '.join(found)}.")
+        """Sentences: what agrees with the paper, what contradicts it, what is unclear, and the order of the rows."""
+        agree, contradict, unclear = "Agrees with the paper", "Contradicts the paper", "Cannot be told from this run"
+        found: dict[str, list[str]] = {agree: [], contradict: [], unclear: []}
+        for method, theirs, ours in self.changes() if self.metric in METRICS else ():
+            verdict, numbers = self.verdicts.get(method), f"{method} (paper {theirs:+.1f}, here {ours:+.1f}"
+            if abs(theirs) < SUBSTANTIAL:
+                found[unclear].append(f"{numbers}: the paper calls less than {SUBSTANTIAL} no change)")
+            elif verdict is None:
+                found[unclear].append(f"{numbers})")
+            elif not verdict.found:
+                found[unclear].append(f"{numbers}, 95% interval {verdict.interval})")
+            else:
+                found[agree if (theirs > 0) == (ours > 0) else contradict].append(f"{numbers})")
+        said = [
+            f"{words}, gain in {METRICS[self.metric]} of COME over EM: {', '.join(methods)}."
+            for words, methods in found.items()
+            if methods
+        ]
         alike = [f"{method} {v.points} ({v.words})" for method, v in self.alike.items() if not v.reason]
         if alike:
             said.append(f"With EM and COME both by softmax, the gain in FPR is: {', '.join(alike)}.")
@@ -104,7 +93,7 @@ class Comparison:
 
 
 def compare(table: PaperTable, records: Iterable[Record], verdicts: Judged) -> list[Comparison]:
-    """Lay the records beside a table: column by column where the columns are the same, and the averages."""
+    """Compare the records with a table: column by column where the columns are the same, and the averages."""
     ours: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         ours.setdefault(record.cell.pair, []).append(record)
@@ -121,15 +110,12 @@ def compare(table: PaperTable, records: Iterable[Record], verdicts: Judged) -> l
                 mine = mine / ours_base if mine is not None and ours_base else None
             lines.append(Line(row.method, row.objective, theirs, mine))
         if any(line.measured is not None for line in lines):
-            of, alike = (
-                {
-                    method: v
-                    for (method, *key), v in verdicts.changes.items()
-                    if tuple(key) == ("come", column.domain, metric)
-                }
-                for metric in (column.metric, f"{column.metric}_softmax")
-            )
-            found.append(Comparison(table.name, column.domain, column.metric, tuple(lines), of, alike))
+            by_metric: dict[str, dict[str, Verdict]] = {column.metric: {}, f"{column.metric}_softmax": {}}
+            for (method, *what), verdict in verdicts.changes.items():
+                for metric, of in by_metric.items():
+                    if what == ["come", column.domain, metric]:
+                        of[method] = verdict
+            found.append(Comparison(table.name, column.domain, column.metric, tuple(lines), *by_metric.values()))
     return found
 
 

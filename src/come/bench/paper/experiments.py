@@ -1,4 +1,4 @@
-"""Every table and figure of the paper, and the grid that makes it."""
+"""Every table and figure of the paper, and the plan that regenerates it."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class Experiment:
     name: str
     title: str
     tables: tuple[str, ...] = ()
-    """The paper's tables that the run is laid beside; none for a figure."""
+    """The paper's tables that the run is compared with; none for a figure."""
     methods: tuple[str, ...] = ()
-    """Those of the first table, if none are given."""
+    """By default those of the first table."""
     objectives: tuple[str, ...] = ("em", "come")
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of the plan."""
     model: str = "ViT-B/16"
 
     def plan(self, *, model: str | None = None, data: str = "fashion", full: bool = False, **options: Any) -> Plan:
-        """The grid on the user's model and data.
+        """The plan for the user's model and data.
 
         Args:
-            model: by default the paper's, or the embedded one of its family on `fashion`.
-            data: by default `fashion`.
-            full: all corruptions and images also on `fashion`, where by default 1,000 images and one corruption of each group
-                are used, so that a CPU gets through.
-            **options: further fields of `Plan`; they win.
+            model: by default the paper's or, on `fashion`, the embedded one of its family.
+            data: a specification; see `come list data`.
+            full: use all corruptions and images of `fashion`, not one corruption of each group and 1,000 images for a CPU.
+            **options: further fields of `Plan`; they override those of the experiment.
         """
         embedded = data.partition(":")[0] == "fashion"
         wanted = self.methods or tuple(dict.fromkeys(row.method for row in paper.get(self.tables[0]).rows))
@@ -101,9 +100,6 @@ def get(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
-# ---- paper and measured ----
-
-
 def comparable(plan: Plan, experiment: Experiment) -> bool:
-    """Whether numbers can be compared one by one: ImageNet-C and the paper's model."""
+    """Whether numbers can be compared one by one: the paper's model on ImageNet-C."""
     return plan.data.startswith("imagenet-c") and plan.model == PAPER_MODELS[experiment.model]

@@ -1,10 +1,10 @@
 """The tables of the paper as printed, and where they contradict themselves.
 
-The numbers lie in `tables.json`, transcribed cell by cell; nothing is corrected there. A cross in the paper's column "COME"
-is the objective "em" here, also for methods that minimize nothing: our grids run those under "em" as well. Domains are the
-names of corruptions and of sets of outliers ("none" for a stream without), and "clean"; "mixed" is a stream of all
-corruptions, "average" and "worst" are over the other columns of that metric, and "stream" is the 50,000 images whose time
-and memory were measured. The method "average" is the mean over the methods of its table.
+The numbers are in `tables.json`, transcribed cell by cell and not corrected. A cross in the paper's column "COME" is the
+objective "em" here, also for methods that minimize nothing, as in our grids. Domains are corruptions, sets of outliers ("none"
+for a stream without) and "clean"; "mixed" is a stream of all corruptions, "average" and "worst" are over the other columns of
+that metric, and "stream" is the 50,000 images whose time and memory were measured. The method "average" is the mean over the
+methods of its table.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SUBSTANTIAL = 5
 """Tenths of a point below which the paper may print "-" for a difference."""
 
 UNMIXED = ("standard", "lifelong", "imbalanced")
-"""Settings that differ in order and resets alone, to which a model that is not adapted is blind."""
+"""Settings that differ only in order and resets, which do not change the numbers of a model that is not adapted."""
 
 SUMMARIES = ("average", "worst")
-"""Domains that are computed from others."""
+"""Domains computed from others."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """What a number of a row is: a metric on a domain.
+    """What the numbers of a column are: a metric on a domain.
 
     Example:
         >>> print(Column("fog", "fpr"))
@@ -45,7 +45,6 @@ class Column:
     metric: Metric
 
     def __str__(self) -> str:
-        """Domain and metric, as in the findings."""
         return f"{self.domain} {self.metric}"
 
 
@@ -157,7 +156,7 @@ def get(name: str) -> PaperTable:
 
 
 def rank(method: str) -> tuple[int, str]:
-    """Sorts methods into the paper's order; those that are not in the paper come last, by name.
+    """A sort key: the paper's order of methods, then all others by name.
 
     Example:
         >>> sorted(["rotta", "tent", "source", "tent:keep=0.5"], key=rank)
@@ -169,7 +168,7 @@ def rank(method: str) -> tuple[int, str]:
 
 
 def inconsistencies(table: PaperTable) -> list[str]:
-    """Where the printed numbers of `table` cannot all be true, whatever was rounded away.
+    """Printed numbers of `table` that contradict each other beyond rounding.
 
     Every number is rounded to 0.1, so it stands for an interval of +-0.05. A finding is
 
@@ -197,19 +196,16 @@ def _tenths(value: float) -> int:
 
 def _wrong_averages(table: PaperTable) -> Iterator[str]:
     for row in table.rows:
-        for column, printed in zip(table.columns, row.values, strict=True):
-            if printed is None:
-                continue
+        for place, (column, printed) in enumerate(zip(table.columns, row.values, strict=True)):
+            cells: list[int] = []
             if column.domain == "average":
                 cells = _cells(table, row, column.metric)
             elif row.method == "average":
-                cells = _over_methods(table, row, column)
-            else:
-                continue
-            if cells and abs(len(cells) * _tenths(printed) - sum(cells)) > len(cells):
-                mean = sum(cells) / len(cells) / 10
+                others = [r for r in table.rows if r.objective == row.objective and r.method != row.method]
+                cells = [_tenths(value) for r in others if (value := r.values[place]) is not None]
+            if printed is not None and cells and abs(len(cells) * _tenths(printed) - sum(cells)) > len(cells):
                 where = f"{table.name}: {row.method} {row.objective} {column}"
-                yield f"{where} is {printed}, but the mean of its {len(cells)} cells is {mean:.2f}"
+                yield f"{where} is {printed}, but the mean of its {len(cells)} cells is {sum(cells) / len(cells) / 10:.2f}"
 
 
 def _cells(table: PaperTable, row: PaperRow, metric: str) -> list[int]:
@@ -221,43 +217,35 @@ def _cells(table: PaperTable, row: PaperRow, metric: str) -> list[int]:
     ]
 
 
-def _over_methods(table: PaperTable, average: PaperRow, column: Column) -> list[int]:
-    place = table.columns.index(column)
-    others = [r for r in table.rows if r.objective == average.objective and r.method != average.method]
-    return [_tenths(value) for r in others if (value := r.values[place]) is not None]
-
-
 def _wrong_improves(table: PaperTable) -> Iterator[str]:
     for line in table.improve:
         for column, printed in zip(table.columns, line.values, strict=True):
-            em = table.value(line.method, "em", column.domain, column.metric)
-            come = table.value(line.method, "come", column.domain, column.metric)
+            em, come = (table.value(line.method, name, column.domain, column.metric) for name in ("em", "come"))
             if em is None or come is None or column.metric not in ("accuracy", "fpr"):
                 continue
             change = _tenths(come) - _tenths(em)
-            where = f"{table.name}: {line.method} improves {column} by"
-            if printed is None and abs(change) > SUBSTANTIAL:
-                yield f"{where} '-', but {em} to {come} is {change / 10:+.1f}"
-            elif printed is not None and abs(_tenths(printed) - change) > 1:
-                yield f"{where} {printed:+.1f}, but {em} to {come} is {change / 10:+.1f}"
+            wrong = abs(change) > SUBSTANTIAL if printed is None else abs(_tenths(printed) - change) > 1
+            if wrong:
+                said = "'-'" if printed is None else f"{printed:+.1f}"
+                yield f"{table.name}: {line.method} improves {column} by {said}, but {em} to {come} is {change / 10:+.1f}"
 
 
 def _contradictions(table: PaperTable) -> Iterator[str]:
-    first: dict[tuple[object, ...], tuple[PaperTable, int, bool]] = {}
+    first: dict[tuple[object, ...], tuple[str, int, bool]] = {}
     for name in takewhile(lambda name: name != table.name, names()):
         for key, (tenths, derived) in _summaries(get(name)).items():
-            first.setdefault(key, (get(name), tenths, derived))
+            first.setdefault(key, (name, tenths, derived))
     for key, (tenths, derived) in _summaries(table).items():
-        other, expected, derived_there = first.get(key, (table, tenths, derived))
+        other, expected, derived_there = first.get(key, (table.name, tenths, derived))
         if tenths != expected and not (derived and derived_there):
             row = " ".join(str(part) for part in key[-4:])
             here = " by its cells" if derived else ""
-            there = f"by the cells of {other.name}" if derived_there else f"in {other.name}"
+            there = f"by the cells of {other}" if derived_there else f"in {other}"
             yield f"{table.name}: {row} is {tenths / 10:.1f}{here}, but {expected / 10:.1f} {there}"
 
 
 def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
-    """Averages and worst cases in tenths, by what they are of; the flag says that a worst case is ours, from the cells."""
+    """Averages and worst cases in tenths, by what they are of; the flag marks a worst case computed here from the cells."""
     found: dict[tuple[object, ...], tuple[int, bool]] = {}
     for row in table.rows:
         setting = "any order" if row.method == "source" and table.setting in UNMIXED else table.setting
@@ -273,16 +261,16 @@ def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
 
 @cache
 def _tables() -> dict[str, PaperTable]:
+    def numbers(values: list[float | None]) -> tuple[float | None, ...]:
+        return tuple(None if value is None else float(value) for value in values)
+
+    def table(columns: list[Any], rows: list[Any], improve: list[Any], **more: Any) -> PaperTable:
+        return PaperTable(
+            columns=tuple(Column(**column) for column in columns),
+            rows=tuple(PaperRow(**row | {"values": numbers(row["values"])}) for row in rows),
+            improve=tuple(PaperImprove(line["method"], numbers(line["values"])) for line in improve),
+            **more,
+        )
+
     text = (files("come.bench") / "paper" / "tables.json").read_text(encoding="utf-8")
-    return {raw["name"]: _table(raw) for raw in json.loads(text)}
-
-
-def _table(raw: dict[str, Any]) -> PaperTable:
-    columns = tuple(Column(**column) for column in raw.pop("columns"))
-    rows = tuple(PaperRow(**{**row, "values": _numbers(row["values"])}) for row in raw.pop("rows"))
-    improve = tuple(PaperImprove(row["method"], _numbers(row["values"])) for row in raw.pop("improve"))
-    return PaperTable(**raw, columns=columns, rows=rows, improve=improve)
-
-
-def _numbers(values: list[float | None]) -> tuple[float | None, ...]:
-    return tuple(None if value is None else float(value) for value in values)
+    return {raw["name"]: table(**raw) for raw in json.loads(text)}

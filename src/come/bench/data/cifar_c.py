@@ -1,4 +1,4 @@
-"""The published layout of CIFAR-C: arrays in .npy files."""
+"""CIFAR-10-C and CIFAR-100-C as they are published: arrays in .npy files."""
 
 from __future__ import annotations
 
@@ -12,24 +12,14 @@ import torch
 from torch import Tensor
 
 from come.bench.data.decoding import quiet
-from come.bench.data.listing import data_folder
-from come.bench.data.reading import reason
+from come.bench.data.reading import as_input_error, data_folder
 from come.bench.data.source import Loaded, Source
 from come.corruptions import names as corruption_names
 from come.errors import InputError
 
 
 class CifarCSource(Source):
-    """`PATH/<corruption>.npy` and `PATH/labels.npy`: five severities of 10,000 images, one by one.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     np.save(Path(folder) / "fog.npy", np.zeros((10, 32, 32, 3), dtype=np.uint8))
-        ...     np.save(Path(folder) / "labels.npy", np.tile([3, 7], 5))
-        ...     CifarCSource("cifar10-c:mine", folder, 10).load([1], "fog", 5).labels
-        tensor([7])
-    """
+    """`PATH/<corruption>.npy` and `PATH/labels.npy`: the five severities one after the other."""
 
     at_hand = True
 
@@ -40,22 +30,19 @@ class CifarCSource(Source):
         self.severities = dict.fromkeys(self.holds, (1, 2, 3, 4, 5))
         if not self.holds or not (self.root / "labels.npy").is_file():
             raise InputError(f"{self.root} has no labels.npy or no <corruption>.npy; give the unpacked CIFAR-C folder")
-        labels = _mapped(self.root / "labels.npy")
+        labels, where = _mapped(self.root / "labels.npy"), f"labels.npy in {self.root}"
         if labels.ndim != 1 or len(labels) % 5 or not len(labels):
-            raise InputError(f"labels.npy in {self.root} must hold five severities of labels, got shape {labels.shape}")
+            raise InputError(f"{where} must hold five severities of labels, got shape {labels.shape}")
         if labels.dtype.kind not in "iu":
-            raise InputError(f"labels.npy in {self.root} must hold integers, got {labels.dtype}")
+            raise InputError(f"{where} must hold integers, got {labels.dtype}")
         self._each = len(labels) // 5
         self._labels = torch.from_numpy(labels.astype(np.int64))
         if int(self._labels.max()) >= num_classes or int(self._labels.min()) < 0:
             found = int(self._labels.max()) + 1
-            raise InputError(
-                f"labels.npy in {self.root} has {found} classes; {name.partition(':')[0]} has {num_classes}"
-            )
+            raise InputError(f"{where} has {found} classes; {name.partition(':')[0]} has {num_classes}")
         self._arrays: dict[str, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
-        """Number of samples of one corruption and severity."""
         return self._each
 
     def labels(self) -> Tensor:
@@ -69,7 +56,7 @@ class CifarCSource(Source):
             self._array(str(name))
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
-        """Read from the memory-mapped array."""
+        """Read from the memory-mapped arrays."""
         array = self._array(str(corruption))
         chosen = np.array(self._known(indices), dtype=np.int64)
         rows = chosen + (severity - 1) * self._each
@@ -90,10 +77,6 @@ class CifarCSource(Source):
 
 
 def _mapped(path: Path) -> npt.NDArray[Any]:
-    """A .npy file, mapped: what it declares is not allocated, and nothing in it is executed."""
-    try:
-        with quiet():
-            array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # whatever numpy met in the header
-        raise InputError(f"cannot read {path}: {reason(error)}; give the unpacked CIFAR-C folder") from error
-    return array
+    """A memory-mapped .npy file: what it declares is not allocated, and nothing in it is executed."""
+    with as_input_error(f"cannot read {path}", "give the unpacked CIFAR-C folder"), quiet():
+        return np.lib.format.open_memmap(path, mode="r")
