@@ -37,7 +37,7 @@ from come.bench.cli.options import (
 from come.bench.cli.watch import run_watched, say_doubt, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
-from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
+from come.bench.plan import PRESETS, parse_shard, parse_together, preset, typed
 from come.bench.record import BYTES
 from come.errors import ConfigError, unknown
 from come.integrations.log import KINDS, opened, parse
@@ -72,8 +72,13 @@ def bench(
             help="Follow a protocol, which fixes all that decides a number but --data. See [bold]come protocol list[/].",
         ),
     ] = None,
-    stream: Annotated[
-        list[Path] | None, typer.Option(rich_help_panel=HOW, help="Replay a manifest of an earlier run. Repeatable.")
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(
+            rich_help_panel=HOW,
+            metavar="FILE",
+            help="Replay a stream of an earlier run: a file in streams/. Repeatable.",
+        ),
     ] = None,
     score: Annotated[
         str, typer.Option(rich_help_panel=HOW, help=f"What FPR ranks samples by: {', '.join(SCORES)}.")
@@ -83,7 +88,7 @@ def bench(
     device: Device = "cpu",
     workers: Workers = None,
     jobs: Jobs = None,
-    streams: Together = "1",
+    together: Together = "1",
     engine: Engine = "local",
     address: Address = None,
     cpus: Cpus = None,
@@ -119,8 +124,8 @@ def bench(
     if preset_name is None and protocol is None and not chosen.keys() & OWN_GRID:
         preset_name = "quick"
     options = _merged(preset(preset_name, chosen.get("guard", True)) if preset_name else {}, chosen)
-    if protocol is not None and (stream or on_bad_image != "raise"):
-        other = "--stream" if stream else "--on-bad-image"
+    if protocol is not None and (replay or on_bad_image != "raise"):
+        other = "--replay" if replay else "--on-bad-image"
         raise ConfigError(
             f"protocol {protocol.name} fixes the images and their order; leave {other} out, or --protocol"
         )
@@ -130,9 +135,9 @@ def bench(
         device=device,
         workers=workers,
         jobs=jobs,
-        together=parse_streams(streams),
+        together=parse_together(together),
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
-        streams=[Stream.load(path) for path in stream or ()],
+        streams=[Stream.load(path) for path in replay or ()],
         shard=parse_shard(shard) if shard else (0, 1),
         cluster=cluster_of(engine, address, cpus, gpus),
         protocol=protocol,

@@ -86,9 +86,9 @@ Shard = Annotated[
 Together = Annotated[
     str,
     typer.Option(
-        "--streams",
         rich_help_panel=WHERE,
-        help="Cells that run at once as streams of one fleet: a number, or [bold]auto[/]; for a GPU.",
+        metavar="N|auto",
+        help="Cells that run at once as one batch on one device, for a GPU: a number, or [bold]auto[/].",
     ),
 ]
 OnBadImage = Annotated[
