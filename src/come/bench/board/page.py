@@ -13,7 +13,7 @@ from rich.text import Text
 from come.bench.board.ranking import Board, Line
 from come.bench.protocols import Protocol
 from come.bench.report.tables import METRICS, SHORT, cut
-from come.bench.report.template import rendered
+from come.bench.report.html import rendered
 from come.bench.report.writing import write_text
 
 HEADS = (

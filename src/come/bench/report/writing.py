@@ -1,4 +1,4 @@
-"""The report of a run as Markdown, and how a report is put on disk."""
+"""Writes the report of a run as Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from come.state.files import replacing
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a report, whole or not at all.
+    """Write a report: the whole file, or none.
 
     Raises:
         StateError: it cannot be written.
@@ -53,7 +53,7 @@ def write_report(
         outcome: of `RunFolder.outcome(records)`, if a protocol was followed.
     """
     records, judged = one_configuration(records), verdicts or Judged()
-    main, rates = without_sweeps(records), rates_table(records, judged)
+    main, rates, groups = without_sweeps(records), rates_table(records, judged), by_pair(records)
     cell, machine = records[0].cell, records[0].machine
     seeds, score = sorted({r.cell.seed for r in records}), records[0].result.score
     bad = sum(r.result.bad_images for r in records)
@@ -83,7 +83,6 @@ def write_report(
         "| |seconds|waiting for data|peak memory|samples used|",
         "|---|---:|---:|---:|---:|",
     ]
-    groups = by_pair(records)
     for pair, group in groups.items():
         one = cost(group)
         share = "·" if one.used is None else f"{100 * one.used:.0f}%"
@@ -98,19 +97,19 @@ def write_report(
         "",
         "## Made with",
         "",
-        *([plain_markdown(text) + "\n" for text in _protocol(outcome)] if outcome is not None else []),
-        *([f"    {shlex.join(command)}".replace("\n", "\n    "), ""] if command else []),
+    ]
+    if outcome is not None:
+        reached = str(outcome)
+        said = f"{reached[0].upper()}{reached[1:]}.", outcome.protocol.paragraph()
+        lines += [plain_markdown(text) + "\n" for text in said]
+    if command:
+        lines += [f"    {shlex.join(command)}".replace("\n", "\n    "), ""]
+    lines += [
         plain_markdown(f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {threads(machine)}."),
         "",
         "The files in `cells/` hold the record of each cell and a row for every sample; `streams/` holds their order.",
     ]
     write_text(path, "\n".join(lines) + "\n")
-
-
-def _protocol(outcome: Outcome) -> tuple[str, str]:
-    """What No Adapt reached, and the protocol."""
-    said = str(outcome)
-    return f"{said[0].upper()}{said[1:]}.", outcome.protocol.paragraph()
 
 
 def images(cell: Cell) -> str:
