@@ -66,6 +66,6 @@ def check(
             typer.echo(printable(line), err=True)
         wrong |= bool(lines)
         if not lines:
-            typer.echo(f"{path}: {len(found.rows)} rows under protocol {found.protocol}, as they should be")
+            typer.echo(f"{path}: valid, {len(found.rows)} rows under protocol {found.protocol}")
     if wrong:
         raise typer.Exit(1)
