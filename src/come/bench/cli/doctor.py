@@ -186,7 +186,7 @@ def _steps() -> Checks:
         for precision in ("float32", "bf16"):
             try:
                 began = time.perf_counter()
-                loss = _loss(device, precision)  # type: ignore[arg-type]
+                loss = _loss(device, precision)
                 seconds = time.perf_counter() - began
                 if not abs(loss - expected) <= CLOSE * abs(expected):
                     raise ArithmeticError(f"loss {loss:.4f}, on a CPU in float32 {expected:.4f}")

@@ -52,8 +52,8 @@ def report(
     page = out or run / "report.html"
     if not (run / "run.json").exists() and json_files(run):
         given = {"format": format_, "figures": figures, "plan": plan, "metric": metric, "score": score}
-        for name, value in given.items():
-            if value not in (None, "accuracy", "confidence"):
+        for name, chosen in given.items():
+            if chosen not in (None, "accuracy", "confidence"):
                 raise ConfigError(f"{name} has no effect on a leaderboard; leave it out, or give a run folder")
         leaderboard(run, page)
         return

@@ -158,7 +158,7 @@ def _run_here(service: Service, host: str, port: int, said: str) -> None:
 
     from come.serve.http import create
 
-    quiet = {"log_level": "warning", "timeout_graceful_shutdown": LINGER}
+    quiet: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": LINGER}
     with service:
         server = uvicorn.Server(uvicorn.Config(create(service), host=host, port=port, **quiet))
         typer.echo(said)

@@ -92,8 +92,7 @@ def new_figure(width: float, height: float) -> Figure:
 def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict[str, list[Group]]:
     """What there is to draw of a run: the whole stream, learning rates, along the streams, confidence, cost and collapse.
 
-    Args:
-        points: of each line along a stream.
+    A line along a stream has at most `points` points.
     """
     looks, pieces, domains = draw.looks(records), found.pieces, draw.overview_domains(found.pieces)
     lines = draw.legend(look.line for look in looks.values())
@@ -102,8 +101,8 @@ def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict
     top = max((float(share.max()) for kinds in shares.values() for share in kinds.values()), default=100.0)
     left = 8 + 5.2 * max(len(look.label) for look in looks.values())  # room for the names of the strips
 
-    def panel(title: str, part: Callable[..., None], *room: Any, names: Sequence[str] = (), **values: Any) -> Panel:
-        return Panel(title, partial(part, looks=looks, **values), *room, names=names)
+    def panel(title: str, part: Callable[..., None], *room: Any, **values: Any) -> Panel:
+        return Panel(title, partial(part, looks=looks, **values), *room)
 
     names = set[str]()
     streams: dict[str, list[Segment]] = {}
@@ -113,8 +112,8 @@ def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict
         name: [panel(m.title, draw.draw_trajectory, segments=s, measure=m, points=points) for m in draw.MEASURES]
         for name, s in streams.items()
     }
-    room = (380, 230), 30, 20 if len(domains) <= 6 else 56
-    overview = panel(draw.overview_title(pieces), draw.draw_overview, *room, names=domains, pieces=pieces)
+    room = (380, 230), 30, 20 if len(domains) <= 6 else 56, 19, 14, domains
+    overview = panel(draw.overview_title(pieces), draw.draw_overview, *room, pieces=pieces)
     reliability = [
         panel("Risk against coverage", draw.draw_risk, *MARKED, pieces=pieces),
         panel("Reliability", draw.draw_reliability, *MARKED, pieces=pieces),
@@ -155,17 +154,10 @@ def _file_name(text: str, taken: set[str]) -> str:
 
 
 def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | Path, format: str = "pdf") -> list[Path]:
-    """Write all figures of a run into a folder: the same records give the same bytes.
+    """Write all figures of a run into a folder, as pdf, svg or png (200 dots per inch); the same records give the same bytes.
 
-    Args:
-        folder: where the rows of the records are.
-        records: of one plan.
-        out_dir: is made if it is not there; a symbolic link is refused.
-        format: pdf, svg, or png (200 dots per inch).
-
-    Returns:
-        the files: the whole stream; against the learning rate, where there are several; along the stream, for each of the first
-        20 segments from one reset to the next; then confidence, reliability, cost where costs can be compared, and collapse.
+    Returns the files: the whole stream; learning rates, where there are several; the first 20 segments from one reset to the
+    next; confidence, reliability, cost where costs can be compared, and collapse.
 
     Raises:
         InputError: there are no records, or they are of several plans.

@@ -41,11 +41,11 @@ def helped(records: Sequence[Record], judged: Judged) -> str:
         where = f"On {domains[0]}," if domains else "Here"
     else:
         where = f"On the mean of {len(domains)} domains," if reset else f"Along {len(domains)} domains without a reset,"
-    said = [f"{where} the unadapted model is right in {top.before:.1f}%."]
+    said = [f"{where} the unadapted model has an accuracy of {top.before:.1f}%."]
     if top.change == "better":
         said.append(f"{names[best]} gains the most: {_points(top)}.")
     else:
-        said.append(f"Nothing gains beyond chance; the first is {names[best]} {_points(top)}.")
+        said.append(f"No gain is beyond chance; the largest is that of {names[best]}: {_points(top)}.")
     if default and default != best:
         said.append(f"{names[default]} {_points(found[default])}.")
     parts = [f"{SHORTER.get(o, o)} {_points(verdict)}" for o, verdict in judged.compared.items() if not verdict.reason]
@@ -92,7 +92,7 @@ def effect(records: Sequence[Record], judged: Judged) -> str:
                 f"{verdict.after:.1f}% ({verdict.points} points)."
             )
         if not verdict.reason:
-            return f"{instead} changes no accuracy beyond chance; the largest change is {verdict.points} points, of {method}."
+            return f"{instead} changes no accuracy beyond chance; the largest change is {verdict.points} points, with {method}."
     return ""
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from come.bench import statistics
 from come.bench.folder import RunFolder
 from come.bench.record import Failure, Record
@@ -28,7 +26,7 @@ from come.bench.report.figures import Panel, groups
 from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import METRICS, Entry, Table, cut, domains_of, names_of
-from come.bench.report.writing import about, images, write_text
+from come.bench.report.writing import about, filled, images, write_text
 from come.bench.statistics import AVERAGE, Judged
 from come.methods import DEFAULT
 
@@ -42,14 +40,9 @@ Context = dict[str, Any]
 
 def rendered(template: str, **values: Any) -> str:
     """A page from a template of this folder, with the style and the script of reports; all text in `values` is escaped."""
-    texts = files("come.bench.report")
-    style, script = (texts.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    loader = PackageLoader("come.bench.report", ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    style, script = (files("come.bench.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(style=style, script=script, digest=digest, **values)
+    return filled(template, style=style, script=script, digest=digest, **values)
 
 
 def write_html(
@@ -59,14 +52,14 @@ def write_html(
     command: Sequence[str] = (),
     verdicts: Judged | None = None,
 ) -> None:
-    """Write the report of a run: whole or not at all, and the same bytes for the same records.
+    """Write the report of a run as one page, the whole file or none; the same records give the same bytes.
 
     Args:
         folder: where the rows of the records are; the page links to them, relative to where it stands.
         records: of one plan.
         path: the page.
         command: what made the run, to be shown.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`, if they are at hand.
+        verdicts: of `come.bench.statistics.verdicts(folder, records)`, computed if not given.
 
     Raises:
         InputError: there are no records, or they are of several plans.

@@ -121,10 +121,7 @@ MEASURES = (
 
 
 def draw_trajectory(ax: Axes, segments: Sequence[Segment], looks: Looks, measure: Measure, points: int = 100) -> None:
-    """One measure along one segment: a line per method and objective, with a band of one deviation over seeds.
-
-    Where several domains follow each other, thin lines stand between them.
-    """
+    """One measure along one segment: a line per method and objective, with a band of one standard deviation over seeds."""
     shown: list[float] = []
     length = 1.0
     alpha = min(0.14, 0.35 / len(looks))  # many bands on each other would be a wall
@@ -147,12 +144,16 @@ def draw_trajectory(ax: Axes, segments: Sequence[Segment], looks: Looks, measure
     for border in segments[0].borders[:DOMAINS]:
         ax.axvline(border, color=FAINT, linewidth=0.6, zorder=0)
     ax.set(xlim=(0, length), ylim=around(shown, measure.least), xlabel="samples seen", title=measure.title)
-    ax.locator_params(axis="both", nbins=4)
-    ax.grid(axis="y")
+    _mark(ax, grid="y", bins=4)
+
+
+def _mark(ax: Axes, grid: Literal["both", "y"] = "both", bins: int = 5) -> None:
+    ax.locator_params(axis="both", nbins=bins)
+    ax.grid(axis=grid)
 
 
 def around(values: Iterable[float], least: float) -> tuple[float, float]:
-    """Limits of an axis with some room around the values; a difference that says nothing is not blown up to fill it.
+    """Limits of an axis around the values, at least so far apart: small differences must not fill it.
 
     >>> around([34.0, 36.0], 10.0)
     (30.0, 40.0)
@@ -165,10 +166,10 @@ def around(values: Iterable[float], least: float) -> tuple[float, float]:
 
 
 def draw_overview(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
-    """Accuracy along the whole stream, minus the source's at the same place where that ran.
+    """Accuracy along the whole stream, minus the source's at the same place where that ran; all domains have one width.
 
-    One domain has the same width as another. A line has a point for each eighth of a domain, or for a larger part if
-    that has less than IMAGES images; it breaks where the method was reset.
+    A line has a point for each eighth of a domain, or for a larger part if that has less than IMAGES images. It breaks where
+    the method was reset.
     """
     domains, fresh = overview_domains(pieces), {piece.domain for piece in pieces if piece.fresh}
     against = has_source(pieces)
@@ -264,8 +265,7 @@ def draw_risk(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
             shown += [float(risk.max())]
     ax.set(xlim=(0, 100), ylim=(0, max(*shown, POINTS) * 1.06), title="Risk against coverage")
     ax.set(xlabel="answered, the most confident first (%)", ylabel="wrong of these (%)")
-    ax.locator_params(axis="both", nbins=5)
-    ax.grid()
+    _mark(ax)
 
 
 def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
@@ -279,8 +279,7 @@ def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
             accuracy = 100 * right[enough] / (right + wrong)[enough]
             ax.plot(centres[enough], accuracy, **look.line, markevery=(look.number % 3, 3))
     ax.set(xlim=(0, 100), ylim=(0, 100), title="Reliability", xlabel="confidence (%)", ylabel="accuracy (%)")
-    ax.locator_params(axis="both", nbins=5)
-    ax.grid()
+    _mark(ax)
 
 
 def _costs(records: Sequence[Record]) -> dict[tuple[str, str], tuple[Cost, float]]:
@@ -310,8 +309,7 @@ def draw_cost(ax: Axes, records: Sequence[Record], looks: Looks, of: Literal["ti
         ax.plot([x], [y], **look.line | {"markersize": 6, "label": f"{look.label}: {y:.1f}%, {label} {x:.3g}"})
     xs, ys = zip(*points.values(), strict=True)
     ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS), xlabel=label, ylabel="accuracy (%)")
-    ax.locator_params(axis="both", nbins=5)
-    ax.grid()
+    _mark(ax)
 
 
 class Strips(NamedTuple):

@@ -38,12 +38,7 @@ def without_sweeps(records: Iterable[Record]) -> list[Record]:
 
 
 def rates_table(records: Sequence[Record], verdicts: Judged | None = None) -> Table | None:
-    """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep.
-
-    Args:
-        records: of one plan.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`.
-    """
+    """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep."""
     found, objectives, judged = sweeps(records), objectives_of(records), verdicts or Judged()
     if not found:
         return None

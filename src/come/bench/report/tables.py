@@ -146,15 +146,10 @@ def results_table(
     """A metric for each domain, then its average; mean and deviation over seeds.
 
     Beside the average accuracy stands the average FPR: as published, each objective by its own confidence, and by softmax for
-    all of them; under the source, its FPR by belief shows what the change of the score alone does. Records under one score
-    (`RunFolder.rescored`) have one FPR. The "Improve" row under two objectives of one method is what the second one gains, of
-    the means: positive is better in every column. With verdicts, "Gain" is that of the accuracy over the source, and △ marks
-    what is better beyond chance, ▽ what is worse.
-
-    Args:
-        records: of one plan; see `configurations`.
-        metric: a name in `METRICS` that the records have.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`.
+    all of them; under the source, its FPR by belief shows what the score alone changes. Records under one score
+    (`RunFolder.rescored`) have one FPR. The "Improve" row is what the second objective of a method gains over the first:
+    positive is better in every column. With verdicts (`come.bench.statistics.verdicts`), "Gain" is that of the accuracy over
+    the source, △ marks what is better beyond chance, and ▽ what is worse.
 
     Raises:
         InputError: there are no records, they are of several plans, or none of them has the metric.
@@ -320,8 +315,8 @@ def averages(table: Table) -> Table:
     """The table without its single domains."""
     kept = [i for i, (domain, _) in enumerate(table.keys) if domain == AVERAGE]
     rows = tuple(replace(row, entries=tuple(row.entries[i] for i in kept)) for row in table.rows)
-    columns, keys = (tuple(values[i] for i in kept) for values in (table.columns, table.keys))
-    return Table(table.title, columns, rows, keys, table.score)
+    columns = tuple(table.columns[i] for i in kept)
+    return replace(table, columns=columns, rows=rows, keys=tuple(table.keys[i] for i in kept))
 
 
 STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}
