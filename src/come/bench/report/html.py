@@ -69,14 +69,13 @@ def write_html(
     outcome, cell = folder.outcome(records), records[0].cell
     judged = statistics.verdicts(folder, records) if verdicts is None else verdicts
     found = read(folder, records)
-    score = records[0].result.score
     # the FPRs that verdicts are about and the records have; one if they are under one score
     fprs = [name for name in statistics.METRICS if METRICS[name].score is not None and domains_of(records, name)]
-    outside, rates, metrics = (
-        tables.outliers_table(records),
-        rates_table(records, judged),
-        tables.metrics_table(records),
-    )
+    fprs = fprs if records[0].result.score == "confidence" else fprs[:1]
+    by_fpr = [tables.results_table(records, metric=name, verdicts=judged) for name in fprs]
+    outside, rates = tables.outliers_table(records), rates_table(records, judged)
+    metrics = tables.metrics_table(records)
+    meanings = [(METRICS[name].column(), METRICS[name].meaning) for _, name in metrics.keys]
     with draw.drawing():
         text = rendered(
             "page.html.jinja",
@@ -86,13 +85,9 @@ def write_html(
             scores=tables.scores_note(records),
             finding=_finding(records, judged, found.pieces, folder.failures()),
             accuracy=_table(tables.results_table(records, verdicts=judged), heat=True),
-            fprs=[
-                _table(tables.results_table(records, metric=name, verdicts=judged), heat=True)
-                for name in (fprs if score == "confidence" else fprs[:1])
-            ],
+            fprs=[_table(table, heat=True) for table in by_fpr],
             outliers=outside and _table(outside, heat=True),
-            metrics=_table(metrics)
-            | {"meanings": [(METRICS[m].column(), METRICS[m].meaning) for _, m in metrics.keys]},
+            metrics=_table(metrics) | {"meanings": meanings},
             rates=rates and _table(rates),
             figures=_figures(records, found, judged),
             cost=_cost(records),
