@@ -87,7 +87,7 @@ def test_from_a_run_to_the_page(run, tmp_path, monkeypatch, capsys):
     call(monkeypatch, capsys, "protocol", "submit", str(run.path), *arguments)
     assert out.read_bytes() == first
     code, said, _ = call(monkeypatch, capsys, "protocol", "check", str(out))
-    assert (code, said) == (0, f"{out}: 3 rows under protocol tiny, as they should be\n")
+    assert (code, said) == (0, f"{out}: valid, 3 rows under protocol tiny\n")
     code, said, _ = call(monkeypatch, capsys, "report", str(out.parent))
     assert code == 0
     assert max(map(len, said.splitlines())) <= 80 or str(tmp_path) in said

@@ -260,7 +260,7 @@ def photos(tmp_path):
         (["--config", "{0}/broken.toml"], "cannot read the configuration"),
         (["--config", "{0}/unknown.toml"], "no option in"),
         (["--config", "{0}/none.toml"], "cannot read the configuration"),
-        (["--stream", "{0}/none.json"], "cannot read the stream"),
+        (["--replay", "{0}/none.json"], "cannot read the stream"),
         (["--out", "{0}/other"], "was written by come 9.9"),
         (["--out", "{0}/file/run"], "cannot write to the run folder"),
         (["--out", "{0}/photos"], "is not empty and not a run of come"),

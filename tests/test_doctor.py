@@ -115,8 +115,8 @@ def test_a_missing_extra_is_named_with_what_it_enables(monkeypatch):
     lines[1:] = []
     assert "unknown" in found(doctor._extras)["extra bench"].says
     monkeypatch.setattr(doctor, "version", lambda name: "9.0")
-    assert doctor._lacking("come-tta", "serve") == []
-    assert doctor._lacking("come-tta", "") == []
+    assert doctor._missing("come-tta", "serve") == []
+    assert doctor._missing("come-tta", "") == []
 
 
 def test_a_gpu_is_named(monkeypatch):

@@ -336,7 +336,7 @@ def call(monkeypatch, capsys, *arguments):
         ("--seeds", "9" * 5000),
         ("--config", "a\0b"),
         ("--config", "x" * 300),
-        ("--stream", "a\0b"),
+        ("--replay", "a\0b"),
         ("--model", "timm:test_resnet.nonsense", "--checkpoint", "x"),
         ("--model", "timm:test_resnet", "--checkpoint", "a\0b"),
         ("--model", "timm:test_resnet", "--checkpoint", "/dev/zero"),

@@ -327,7 +327,7 @@ def test_the_run_folder_and_the_reports_say_so(tiny, tmp_path, monkeypatch, caps
             ("--protocol", "tiny", "--on-bad-image", "skip"),
             "fixes the images and their order; leave --on-bad-image out",
         ),
-        (("--protocol", "tiny", "--stream", "a.json"), "fixes the images and their order; leave --stream out"),
+        (("--protocol", "tiny", "--replay", "a.json"), "fixes the images and their order; leave --replay out"),
     ],
 )
 def test_what_the_command_line_refuses(tiny, arguments, said, monkeypatch, capsys):

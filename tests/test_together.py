@@ -123,7 +123,7 @@ def test_what_can_run_together():
 
 def test_bad_input(tmp_path):
     plan = Plan(methods=("tent",), objectives=("em",), corruptions=("fog",), limit=32)
-    with pytest.raises(come.ConfigError, match=r"streams \(4\) and jobs \(2\) are two ways to run cells at once"):
+    with pytest.raises(come.ConfigError, match=r"together \(4\) and jobs \(2\) are two ways to run cells at once"):
         Bench(plan, together=4, jobs=2)
     with pytest.raises(come.ConfigError, match="together"):
         Bench(plan, together=0)

@@ -593,8 +593,8 @@ REPLAY = (
 )
 OPEN = ("--setting", "open-world", "--outliers", "fashion-outliers:far")
 GIVEN = {
-    "outliers": lambda here, good: [*REPLAY, *OPEN, "--stream", str(here.given), "--out", str(here.root / "out")],
-    "stream": lambda here, good: [*REPLAY, "--stream", str(here.given), "--out", str(here.root / "out")],
+    "outliers": lambda here, good: [*REPLAY, *OPEN, "--replay", str(here.given), "--out", str(here.root / "out")],
+    "stream": lambda here, good: [*REPLAY, "--replay", str(here.given), "--out", str(here.root / "out")],
     "config": lambda here, good: [
         "bench",
         "--config",

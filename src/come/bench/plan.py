@@ -240,19 +240,19 @@ def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
     return values
 
 
-def parse_streams(text: str) -> int | None:
+def parse_together(text: str) -> int | None:
     """`16` -> 16, `auto` -> None.
 
     Example:
-        >>> parse_streams("0")
+        >>> parse_together("0")
         Traceback (most recent call last):
         ...
-        come.errors.ConfigError: streams must be a number from 1 to 4096, or auto, got '0'
+        come.errors.ConfigError: together must be a number from 1 to 4096, or auto, got '0'
     """
     if text == "auto":
         return None
     count = int(text) if re.fullmatch(r"\d{1,4}", text, re.ASCII) else 0
-    require(1 <= count <= 4096, "streams", text, "a number from 1 to 4096, or auto")
+    require(1 <= count <= 4096, "together", text, "a number from 1 to 4096, or auto")
     return count
 
 

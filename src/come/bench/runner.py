@@ -285,14 +285,14 @@ class Bench:
         """Cells that are being run."""
         if cluster is not None and together != 1:
             raise ConfigError(
-                f"streams ({together or 'auto'}) cannot be used with a Ray cluster; leave one of them out"
+                f"together ({together or 'auto'}) cannot be used with a Ray cluster; leave one of them out"
             )
         self.together = automatic_streams(self._device, plan.batch_size) if together is None else together
         require_int("together", self.together, 1)
         if self.together > 1:
             if (jobs or 1) > 1:
                 raise ConfigError(
-                    f"streams ({self.together}) and jobs ({jobs}) are two ways to run cells at once; choose one"
+                    f"together ({self.together}) and jobs ({jobs}) are two ways to run cells at once; choose one"
                 )
             jobs = 1
         self.jobs = automatic_jobs(self._model.module, self._device, self.cells) if jobs is None else jobs

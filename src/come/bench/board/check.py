@@ -1,4 +1,4 @@
-"""Is a submission whole, and from a protocol?"""
+"""Checks that a submission is complete, and comes from a protocol."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from statistics import fmean
 
 from come.bench import protocols, settings
-from come.bench.board.schema import AGAIN, DIGITS, METRICS, Row, Submission, load
+from come.bench.board.schema import AGAIN, DIGITS, METRICS, Submission, load
 from come.bench.data.source import Loaded, Source
 from come.bench.protocols import Protocol
 from come.errors import ConfigError, InputError, shown
 
-CLOSE = 1.5 * 10**-DIGITS
-"""By how much the mean of rounded numbers may differ from the rounded mean."""
+CLOSE = 1.5 * 10**-DIGITS  # largest difference between the mean of rounded numbers and the rounded mean
 
 
 def read(path: Path) -> Submission:
@@ -30,7 +29,7 @@ def read(path: Path) -> Submission:
 
 
 def problems(found: Submission) -> Iterator[str]:
-    """What is wrong with a submission, in a sentence each: it is whole, and from a protocol, if there is none."""
+    """What is wrong with a submission, in a sentence each: nothing if it is complete, and from a protocol."""
     try:
         protocol = protocols.get(found.protocol)
     except ConfigError as error:
@@ -44,14 +43,10 @@ def problems(found: Submission) -> Iterator[str]:
 def _of_another_protocol(found: Submission, protocol: Protocol) -> Iterator[str]:
     rerun = f"run 'come bench --protocol {protocol.name}' of this version"
     names, samples = _streams(protocol)
+    model = protocol.plan.model
     fixed: list[tuple[str, object, object, str]] = [
         ("protocol_sha256", protocol.sha256, found.protocol_sha256, rerun),
-        (
-            "weights_sha256",
-            protocol.weights_sha256,
-            found.weights_sha256,
-            f"run it with the weights of {protocol.plan.model}",
-        ),
+        ("weights_sha256", protocol.weights_sha256, found.weights_sha256, f"run it with the weights of {model}"),
         ("images", protocol.images, found.images, "run it on all images"),
         ("images_sha256", protocol.images_sha256, found.images_sha256, f"run it on {protocol.data}"),
         ("precision", protocol.plan.precision, found.precision, rerun),
@@ -73,12 +68,14 @@ def _of_another_protocol(found: Submission, protocol: Protocol) -> Iterator[str]
 
 def _incomplete(found: Submission) -> Iterator[str]:
     if found.source is None:
-        yield f"rows must have the source model, by which gains are measured, got {_listed(found.rows)}; {AGAIN}"
+        given = shown(", ".join(row.title for row in found.rows))
+        yield f"rows must have the source model, by which gains are measured, got {given}; {AGAIN}"
         return
     if len(found.rows) == 1:
         yield "rows must have a method besides the source model, got none; run it with --methods source,NAME"
     seeds = [scores.seed for scores in found.source.seeds]
-    for title, count in Counter(_identity(row) for row in found.rows).items():
+    titles = [f"{r.title}, {'guard' if r.guard else 'bare'}, statistics {r.statistics}" for r in found.rows]
+    for title, count in Counter(titles).items():
         if count > 1:
             yield f"rows must differ, got {count} of {title}; keep one of them"
     for i, row in enumerate(found.rows):
@@ -144,13 +141,5 @@ def mean(values: Sequence[Sequence[float | None]]) -> float | None:
     return fmean(map(fmean, numbers)) if complete else None
 
 
-def _identity(row: Row) -> str:
-    return f"{row.title}, {'guard' if row.guard else 'bare'}, statistics {row.statistics}"
-
-
 def _number(value: float | None) -> str:
     return "null" if value is None else f"{round(value, DIGITS):g}"
-
-
-def _listed(rows: Sequence[Row]) -> str:
-    return shown(", ".join(row.title for row in rows))

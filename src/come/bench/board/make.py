@@ -1,9 +1,9 @@
-"""From a finished run to the file that is submitted."""
+"""Makes the file that is submitted from a finished run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from come import methods
@@ -70,27 +70,29 @@ def submission(folder: RunFolder, submitted_by: str, link: str | None = None) ->
 def _row(records: Sequence[Record], domains: Sequence[str]) -> dict[str, Any]:
     """Of one method, objective and set of hyperparameters."""
     cell = records[0].cell
-    seeds = sorted({r.cell.seed for r in records})
-    numbers = {metric: [_by_domain(records, seed, metric, domains) for seed in seeds] for metric in METRICS}
-    means = {metric: mean(values) for metric, values in numbers.items()}
+    found: dict[int, dict[str, Mapping[str, float]]] = {}
+    for record in sorted(records, key=lambda record: record.cell.seed):
+        found.setdefault(record.cell.seed, {}).update(record.result.metrics)
+    seeds: list[dict[str, Any]] = [{"seed": seed} for seed in found]
+    means = {}
+    for metric in METRICS:
+        numbers = [[by_domain.get(domain, {}).get(metric) for domain in domains] for by_domain in found.values()]
+        percent = [tuple(None if v is None else round(100 * v, DIGITS) for v in values) for values in numbers]
+        for seed, values in zip(seeds, percent, strict=True):
+            seed[metric] = values
+        value = mean(percent)
+        means[metric] = None if value is None else round(value, DIGITS)
+    unguarded = "mixed" if cell.guarded else methods.get(cell.base).unguarded
     return {
         "method": cell.base,
         "objective": cell.objective,
         "hyper": cell.hyper,
         "lr": records[0].result.lr,
         "guard": cell.guarded,
-        "statistics": cell.hyper.get("statistics")
-        or cell.statistics
-        or ("mixed" if cell.guarded else methods.get(cell.base).unguarded),
-        **{metric: None if value is None else round(value, DIGITS) for metric, value in means.items()},
-        "seeds": [{"seed": seed, **{metric: numbers[metric][k] for metric in METRICS}} for k, seed in enumerate(seeds)],
+        "statistics": cell.hyper.get("statistics") or cell.statistics or unguarded,
+        **means,
+        "seeds": seeds,
     }
-
-
-def _by_domain(records: Sequence[Record], seed: int, metric: str, domains: Sequence[str]) -> tuple[float | None, ...]:
-    found = {d: m for r in records if r.cell.seed == seed for d, m in r.result.metrics.items()}
-    values = (found.get(domain, {}).get(metric) for domain in domains)
-    return tuple(None if value is None else round(100 * value, DIGITS) for value in values)
 
 
 def _version(folder: RunFolder, records: Sequence[Record], package: str) -> str:

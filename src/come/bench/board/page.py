@@ -1,8 +1,7 @@
-"""The leaderboard as people read it: a page that needs nothing else, and tables for a terminal."""
+"""Shows the leaderboard: as a page that loads nothing, and as tables in a terminal."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from rich.text import Text
 
 from come.bench.board.ranking import Board, Line
 from come.bench.protocols import Protocol
-from come.bench.report.tables import METRICS, SHORT, cut
-from come.bench.report.template import rendered
+from come.bench.report.html import rendered
+from come.bench.report.tables import METRICS, Entry, cut, short
 from come.bench.report.writing import write_text
 
 HEADS = (
@@ -24,8 +23,7 @@ HEADS = (
     ("Worst domain", "descending", "the domain with the least gain over the source"),
     ("Seeds", "descending", "orders of the stream"),
 )
-FULL = 10.0
-"""Points above or below the source at which a gain has its full colour, at least."""
+FULL = 10.0  # points above or below the source at which a gain has its full colour, at least
 
 
 def write_board(board: Board, path: str | Path) -> None:
@@ -76,25 +74,23 @@ def shown(board: Board) -> Iterator[RichTable | Text]:
 def _part(board: Board, protocol: Protocol, lines: Sequence[Line]) -> dict[str, Any]:
     """What the template shows of a protocol."""
     most = max(FULL, *(abs(line.gain.mean) for line in lines))
-    bests = {
-        "accuracy": max(round(line.accuracy.mean, 1) for line in lines),
-        **{
-            name: min((round(e.mean, 1) for one in lines if (e := getattr(one, name))), default=math.nan)
-            for name in ("fpr", "fpr_softmax")
-        },
-    }
+    numbers = {}
+    for name, best_of in (("accuracy", max), ("fpr", min), ("fpr_softmax", min)):
+        entries: list[Entry | None] = [getattr(line, name) for line in lines]
+        first = best_of((entry.printed for entry in entries if entry), default=None)
+        numbers[name] = [(entry, entry is not None and entry.printed == first, 0) for entry in entries]
     rows = []
-    for line in lines:
-        found = [(name, getattr(line, name)) for name in ("accuracy", "fpr", "fpr_softmax")]
-        numbers = [(line.gain, False, round(100 * line.gain.mean / most))]
-        numbers += [(entry, entry is not None and round(entry.mean, 1) == bests[name], 0) for name, entry in found]
+    for i, line in enumerate(lines):
         worst, by = line.worst
         rows.append(
             {
                 "name": line.title,
                 "kind": "base" if line.is_source else "",
-                "numbers": numbers,
-                "worst": None if line.is_source else (cut(SHORT.get(worst, worst), 14), by),
+                "numbers": [
+                    (line.gain, False, round(100 * line.gain.mean / most)),
+                    *(of[i] for of in numbers.values()),
+                ],
+                "worst": None if line.is_source else (short(worst, 14), by),
                 "who": cut(line.who),
                 "line": line,
             }

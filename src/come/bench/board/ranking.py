@@ -1,11 +1,11 @@
-"""Submissions in the order of what their methods gain, protocol by protocol."""
+"""Ranks submissions by what their methods gain, protocol by protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from come.bench import protocols
 from come.bench.board.check import read
@@ -21,15 +21,12 @@ class Line:
 
     row: Row
     of: Submission
-    files: int
-    """Those that it is from: several for the source model, which all of them have."""
-    gain: Entry
-    """Accuracy above that of the source model of the same file, seed by seed."""
+    files: int  # that it is from: several for the source model, which all of them have
+    gain: Entry  # accuracy above that of the source model of the same file, seed by seed
     accuracy: Entry
     fpr: Entry | None
     fpr_softmax: Entry | None
-    worst: tuple[str, Entry]
-    """The domain with the least gain."""
+    worst: tuple[str, Entry]  # the domain with the least gain
 
     @property
     def is_source(self) -> bool:
@@ -61,12 +58,9 @@ class Line:
 class Board:
     """What a folder of submissions holds."""
 
-    found: Mapping[str, Submission]
-    """By the name of the file."""
-    wrong: Sequence[str] = ()
-    """Of each submission that is left out, what is wrong with it."""
-    others: int = field(default=0)
-    """JSON files that are no submissions."""
+    found: Mapping[str, Submission]  # by the name of the file
+    wrong: Sequence[str] = ()  # what is wrong with each submission that is left out
+    others: int = 0  # JSON files that are no submissions
 
     def rankings(self) -> list[tuple[Protocol, list[Line]]]:
         """The lines of each protocol, the largest gain first; protocols in their own order."""
@@ -109,40 +103,30 @@ def json_files(folder: Path) -> list[Path]:
 
 def _ranked(submissions: Sequence[Submission]) -> list[Line]:
     lines = [_line(row, one) for one in submissions for row in one.rows if row is not one.source]
-    lines.append(_source(submissions))
+    # the source model once, of the file with the most seeds; the protocol holds all to one number
+    of = max(submissions, key=lambda one: len(one.rows[0].seeds))
+    assert of.source is not None  # checked when it was read
+    lines.append(_line(of.source, of, len(submissions)))
     return sorted(lines, key=lambda line: (-line.gain.mean, not line.is_source, line.title))
 
 
 def _line(row: Row, of: Submission, files: int = 1) -> Line:
-    source = of.source
-    assert source is not None  # checked when it was read
-    before = {scores.seed: _known(scores.accuracy) for scores in source.seeds}
-    gains = {s.seed: [b - a for a, b in zip(before[s.seed], _known(s.accuracy), strict=True)] for s in row.seeds}
-    by_domain = [fmean(values) for values in zip(*gains.values(), strict=True)]
+    assert of.source is not None
+    before = {scores.seed: _known(scores.accuracy) for scores in of.source.seeds}
+    gains = [[b - a for a, b in zip(before[s.seed], _known(s.accuracy), strict=True)] for s in row.seeds]
+    by_domain = [fmean(values) for values in zip(*gains, strict=True)]
     least = min(range(len(by_domain)), key=by_domain.__getitem__)
     return Line(
         row,
         of,
         files,
-        _over_seeds([fmean(gain) for gain in gains.values()], signed=True),
-        _over_seeds([fmean(_known(s.accuracy)) for s in row.seeds]),
-        None if row.fpr is None else _over_seeds([fmean(_known(s.fpr)) for s in row.seeds]),
-        None if row.fpr_softmax is None else _over_seeds([fmean(_known(s.fpr_softmax)) for s in row.seeds]),
+        Entry.over([fmean(gain) for gain in gains], signed=True),
+        Entry.over([fmean(_known(s.accuracy)) for s in row.seeds]),
+        None if row.fpr is None else Entry.over([fmean(_known(s.fpr)) for s in row.seeds]),
+        None if row.fpr_softmax is None else Entry.over([fmean(_known(s.fpr_softmax)) for s in row.seeds]),
         (of.domains[least], Entry(by_domain[least], signed=True)),
     )
 
 
-def _source(submissions: Sequence[Submission]) -> Line:
-    """The source model once, of the file with the most seeds; the protocol holds all to one number."""
-    of = max(submissions, key=lambda one: len(one.rows[0].seeds))
-    assert of.source is not None
-    return _line(of.source, of, len(submissions))
-
-
 def _known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
-
-
-def _over_seeds(values: Sequence[float], signed: bool = False) -> Entry:
-    spread = stdev(values) if len(values) > 1 else None
-    return Entry(fmean(values), spread, seeds=len(values), signed=signed)

@@ -1,7 +1,7 @@
 """The schema of a result that others can rank: one JSON file for a run under a protocol.
 
-It is the class `Submission`; `format` is its version. Numbers are in percent with three digits. Neither dates nor costs are in
-it, so that the same run gives the same bytes.
+It is the class `Submission`; `format` is its version. Numbers are in percent with three digits. There are neither dates nor
+costs in it, so the same run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from come.state.files import replacing, unwritable
 from come.version import __version__
 
 FORMAT: Literal["come-result-1"] = "come-result-1"
-LARGEST = 2**20
-"""Bytes of a file."""
-DIGITS = 3
-"""Of a percentage: enough to tell one image in 50,000."""
+LARGEST = 2**20  # bytes of a file
+DIGITS = 3  # of a percentage: enough to tell one image in 50,000
 AGAIN = "write the file again with 'come protocol submit'"
 METRICS = ("accuracy", "fpr", "fpr_softmax")
 
@@ -135,7 +133,8 @@ class Submission(Description):
         """What is wrong with the first wrong field, spelled as in the file."""
         first = error.errors(include_url=False)[0]
         place, kind, value = first["loc"], first["type"], shown(first["input"])
-        place = place[: place.index("hyper") + 2] if "hyper" in place else place  # behind it pydantic names types
+        in_hyper = "hyper" in place[:-1]
+        place = place[: place.index("hyper") + 2] if in_hyper else place  # behind it pydantic names types
         name = ".".join(map(str, place))[:100]
         if name == "format" and kind != "missing":
             return ConfigError(
@@ -146,9 +145,8 @@ class Submission(Description):
         if kind == "extra_forbidden":
             return ConfigError(f"{name} is no field of {FORMAT}; leave it out")
         limit = str(first.get("ctx", {}).get("error") or first["msg"])
-        limit = (
-            "must be a finite number, a short text, true, false or a list of them" if "hyper" in place[:-1] else limit
-        )
+        if in_hyper:
+            limit = "must be a finite number, a short text, true, false or a list of them"
         for theirs, ours in PLAINER.items():
             limit = limit.replace(theirs, ours)
         return ConfigError(f"{name} {limit[:200]}, got {value}; {AGAIN}")
@@ -162,12 +160,11 @@ class Submission(Description):
         """As JSON with a line for each row, the same text for the same values."""
         values = self.model_dump()
         rows = ",\n".join(f"  {json.dumps(row)}" for row in values.pop("rows"))
-        return "".join(
-            ("{\n", *(f' "{k}": {json.dumps(v)},\n' for k, v in values.items()), f' "rows": [\n{rows}\n ]\n}}\n')
-        )
+        head = "".join(f' "{name}": {json.dumps(value)},\n' for name, value in values.items())
+        return f'{{\n{head} "rows": [\n{rows}\n ]\n}}\n'
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
+        """Write the whole file, or none."""
         try:
             with replacing(path) as beside:
                 beside.write_text(self.encoded(), encoding="utf-8", newline="\n")

@@ -14,113 +14,83 @@ from rich.table import Table as RichTable
 
 from come.bench import Bench, Plan, RunFolder, protocols
 from come.bench.cell import BARE, HOW, WHAT
-from come.bench.cli.options import (
-    WHERE,
-    Address,
-    Config,
-    Cpus,
-    Debug,
-    Device,
-    DryRun,
-    Engine,
-    Gpus,
-    Jobs,
-    OnBadImage,
-    Out,
-    Shard,
-    Together,
-    Workers,
-    cluster_of,
-    from_toml,
-    with_plan,
-)
+from come.bench.cli import options as opt
 from come.bench.cli.watch import run_watched, say_doubt, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
-from come.bench.plan import PRESETS, parse_shard, parse_streams, preset, typed
+from come.bench.plan import PRESETS, parse_shard, parse_together, preset, typed
 from come.bench.record import BYTES
-from come.errors import ConfigError, unknown
+from come.errors import ConfigError
 from come.integrations.log import KINDS, opened, parse
 from come.methods import DEFAULT
 from come.metrics import SCORES
 
 SORTED = f"come bench --setting imbalanced --methods source,tent,tent:{BARE},{DEFAULT}"
 """What to run after the default, whose batches hold all classes."""
-OWN_GRID = {"setting", "methods", "corruptions"}
-"""Who chooses one of these has another run in mind than the preset that is the default."""
+OWN_GRID = {"setting", "methods", "corruptions"}  # whoever chooses one of these does not want the default preset
 
 
-@with_plan
+@opt.with_plan
 def bench(
     given: dict[str, Any],
     preset_name: Annotated[
         str | None,
-        typer.Option(
-            "--preset",
-            rich_help_panel=WHAT,
-            help="; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items())
+        opt.option(
+            "; ".join(f"[bold]{k}[/]: {v[0]}" for k, v in PRESETS.items())
             + ". \\[quick, unless there is --setting, --methods or --corruptions]",
-            show_default=False,
+            "--preset",
+            panel=WHAT,
         ),
     ] = None,
     protocol_name: Annotated[
         str | None,
-        typer.Option(
+        opt.option(
+            "Follow a protocol, which fixes all that decides a number but --data. See [bold]come protocol list[/].",
             "--protocol",
-            rich_help_panel=WHAT,
+            panel=WHAT,
             metavar="NAME",
-            help="Follow a protocol, which fixes all that decides a number but --data. See [bold]come protocol list[/].",
         ),
     ] = None,
-    stream: Annotated[
-        list[Path] | None, typer.Option(rich_help_panel=HOW, help="Replay a manifest of an earlier run. Repeatable.")
+    replay: Annotated[
+        list[Path] | None,
+        opt.option("Replay a stream of an earlier run: a file in streams/. Repeatable.", panel=HOW, metavar="FILE"),
     ] = None,
-    score: Annotated[
-        str, typer.Option(rich_help_panel=HOW, help=f"What FPR ranks samples by: {', '.join(SCORES)}.")
-    ] = "confidence",
-    config: Config = None,
-    on_bad_image: OnBadImage = "raise",
-    device: Device = "cpu",
-    workers: Workers = None,
-    jobs: Jobs = None,
-    streams: Together = "1",
-    engine: Engine = "local",
-    address: Address = None,
-    cpus: Cpus = None,
-    gpus: Gpus = None,
-    shard: Shard = None,
-    out: Out = None,
-    resume: Annotated[
-        bool, typer.Option("--resume/--fresh", rich_help_panel=WHERE, help="Keep finished cells, or run all again.")
-    ] = True,
+    score: Annotated[str, opt.option(f"What FPR ranks samples by: {', '.join(SCORES)}.", panel=HOW)] = "confidence",
+    config: opt.Config = None,
+    on_bad_image: opt.OnBadImage = "raise",
+    device: opt.Device = "cpu",
+    workers: opt.Workers = None,
+    jobs: opt.Jobs = None,
+    together: opt.Together = "1",
+    engine: opt.Engine = "local",
+    address: opt.Address = None,
+    cpus: opt.Cpus = None,
+    gpus: opt.Gpus = None,
+    shard: opt.Shard = None,
+    out: opt.Out = None,
+    resume: Annotated[bool, opt.where("Keep finished cells, or run all again.", "--resume/--fresh")] = True,
     log: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=WHERE,
-            metavar="SPEC",
-            help=f"Log metrics along the stream of each cell, too: {' or '.join(KINDS)}.",
-            show_default=False,
-        ),
+        opt.where(f"Also log metrics along the stream of each cell: {' or '.join(KINDS)}.", metavar="SPEC"),
     ] = None,
-    dry_run: DryRun = False,
-    debug: Debug = False,
+    dry_run: opt.DryRun = False,
+    debug: opt.Debug = False,
 ) -> None:
     """Measure methods and objectives under corruption; resumable, with a table and a report.
 
     Everything is checked before the first cell runs. Run the same command again to go on where it stopped: finished cells are
     kept. A cell that fails stops no other; the exit status is then 1, and the next run tries it again.
     """
-    if score not in SCORES:
-        raise unknown("score", score, SCORES)
+    opt.check_score(score)
     if log is not None:
         parse(log)
     protocol = None if protocol_name is None else protocols.get(protocol_name)
-    chosen = _merged(from_toml(config) if config else {}, typed(given))
+    chosen = _merged(opt.from_toml(config) if config else {}, typed(given))
     if preset_name is None and protocol is None and not chosen.keys() & OWN_GRID:
         preset_name = "quick"
     options = _merged(preset(preset_name, chosen.get("guard", True)) if preset_name else {}, chosen)
-    if protocol is not None and (stream or on_bad_image != "raise"):
-        other = "--stream" if stream else "--on-bad-image"
+    if protocol is not None and (replay or on_bad_image != "raise"):
+        other = "--replay" if replay else "--on-bad-image"
         raise ConfigError(
             f"protocol {protocol.name} fixes the images and their order; leave {other} out, or --protocol"
         )
@@ -130,11 +100,11 @@ def bench(
         device=device,
         workers=workers,
         jobs=jobs,
-        together=parse_streams(streams),
+        together=parse_together(together),
         on_bad_image=on_bad_image,  # type: ignore[arg-type]
-        streams=[Stream.load(path) for path in stream or ()],
+        streams=[Stream.load(path) for path in replay or ()],
         shard=parse_shard(shard) if shard else (0, 1),
-        cluster=cluster_of(engine, address, cpus, gpus),
+        cluster=opt.cluster_of(engine, address, cpus, gpus),
         protocol=protocol,
     )
     path = out or Path("runs") / (plan.slug if protocol is None else f"{protocol.name}-{plan.slug[-8:]}")
@@ -151,9 +121,8 @@ def bench(
         title = f"{plan.model} on {plan.data}, {plan.setting}{_severity(plan)}, accuracy (%)"
         show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
         if preset_name == "quick":
-            console.print(
-                f"[dim]where classes come one after the other, bare methods lose:[/] {SORTED}", soft_wrap=True
-            )
+            said = "[dim]on streams sorted by class, methods without the guard (bare) lose accuracy:[/]"
+            console.print(f"{said} {SORTED}", soft_wrap=True)
     over = {cell.key for cell in (*watched.cells, *(r.cell for r in records))}
     missing = [c.title for c in watched.planned if c.key not in over and c.method not in watched.refused]
     say_unfinished(console, missing, [str(failure) for failure in watched.failed])
@@ -173,8 +142,8 @@ def _merged(*layers: Any) -> dict[str, Any]:
 
 
 def show_grid(console: Console, bench: Bench, folder: Path) -> None:
-    """What would be run, and where to."""
-    cells = [cell for cell in bench.cells if cell.method not in bench.refused]
+    """Show what would be run, and where results would be written."""
+    cells, plan = [cell for cell in bench.cells if cell.method not in bench.refused], bench.plan
     table = RichTable(box=None, padding=(0, 2, 0, 0))
     for name in ("cell", "method", "objective", "corruptions", "seed", "hyperparameters"):
         table.add_column(name)
@@ -189,7 +158,6 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
     if doubt := bench.doubt():
         say_doubt(console, doubt)
     check_space(folder, cells)
-    plan = bench.plan
     within = f" restricted to {bench.restricted} classes" if bench.restricted else ""
     samples = sum(len(episode.stream) for cell in cells for episode in bench.episodes(cell))
     console.print(
@@ -201,8 +169,3 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
 
 def _severity(plan: Plan) -> str:
     return f", severity {plan.severity}" if plan.corruptions else ""
-
-
-def add(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="bench")(bench)

@@ -10,16 +10,14 @@ from typing import Annotated
 
 import typer
 
-from come.bench.cli.options import Debug
+from come.bench.cli.options import Debug, option
 from come.bench.cli.serve import check_installed
 from come.errors import ConfigError, require
 
 
 def demo(
-    host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 lets others in, and there is no authentication.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="From 1 to 65535.")] = 7860,
+    host: Annotated[str, option("Where to listen; 0.0.0.0 lets others in without authentication.")] = "127.0.0.1",
+    port: Annotated[int, option("From 1 to 65535.")] = 7860,
     debug: Debug = False,
 ) -> None:
     """Watch EM, COME, the recommended method and No Adapt on one corrupted stream, in a browser.
@@ -48,8 +46,3 @@ def _listen(host: str, port: int) -> socket.socket:
         repair = "another program listens there; give another --port" if error.errno == errno.EADDRINUSE else ""
         reason = repair or f"{error.strerror}; give --host 127.0.0.1, or a --port from 1024 to 65535"
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
-
-
-def add(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="demo")(demo)

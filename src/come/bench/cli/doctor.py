@@ -53,15 +53,14 @@ EXTRAS = {
     "serve-ray": "come serve --replicas: several GPUs or machines",
     "ray": "come bench --engine ray: cells on a cluster",
 }
-IMAGES = 256
-"""That each embedded model classifies."""
-MARGIN = 0.1
-"""By which its accuracy on them may be below the one on all test images."""
-CLOSE = 0.02
-"""By which the loss of a step may differ from the one on a CPU in float32, as a share of it."""
-PATIENCE = 2.0
-"""Seconds that a host has to answer, and that the files of a cache are counted."""
+IMAGES = 256  # that each embedded model classifies
+MARGIN = 0.1  # by which its accuracy on them may be below the one on all test images
+CLOSE = 0.02  # relative difference allowed between the loss of a step and that on a CPU in float32
+PATIENCE = 2.0  # seconds that a host has to answer, and that the files of a cache are counted
 STYLES = {"ok": "green", "note": "yellow", "failed": "bold red"}
+
+
+Status = Literal["ok", "note", "failed"]
 
 
 @dataclass(frozen=True)
@@ -74,31 +73,34 @@ class Check:
     """
 
     part: str
-    status: Literal["ok", "note", "failed"]
-    """A note is no fault: something is missing or limited here."""
+    status: Status  # a note is no fault: something is missing or limited here
     says: str
     repair: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """The numbers of it, for scripts."""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # the numbers of it, for scripts
 
 
-def _versions() -> Iterator[Check]:
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+Checks = Iterator[Check]
+
+
+def _versions() -> Checks:
     found = {"come": come.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    says = f"come {found['come']}, Python {found['python']}, {system}"
-    yield Check("versions", "ok", says, facts=found)
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield Check("versions", "ok", f"come {found['come']}, Python {found['python']}, {system}", facts=found)
     try:
-        lacking = _lacking("come-tta", "")
+        missing = _missing("come-tta", "")
     except PackageNotFoundError:
-        lacking = []  # run from a source tree
-    if lacking:
-        yield Check("torch", "failed", f"come needs {', '.join(lacking)}", pip_install(""))
+        missing = []  # run from a source tree
+    if missing:
+        yield Check("torch", "failed", f"come needs {', '.join(missing)}", pip_install(""))
     else:
         yield Check("torch", "ok", torch.__version__)
 
 
-def _vision() -> Iterator[Check]:
+def _vision() -> Checks:
     """Torchvision has parts that are compiled for one torch, and timm imports it."""
+    public, _, build = torch.__version__.partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    matching = f'pip install --force-reinstall "torch=={public}" torchvision{index}'
     failed = ""
     for name in ("torchvision", "timm"):
         try:
@@ -108,41 +110,34 @@ def _vision() -> Iterator[Check]:
         except ModuleNotFoundError as error:
             yield Check(name, "failed", f"{error.name} is missing", pip_install("bench"))
         except Exception as error:
-            reason = first_line(error)
-            if reason == failed:
+            if first_line(error) == failed:
                 yield Check(name, "failed", "needs torchvision")
             else:
-                failed = reason
-                yield Check(name, "failed", f"does not fit torch {torch.__version__}: {reason}", _matching())
+                failed = first_line(error)
+                yield Check(name, "failed", f"does not fit torch {torch.__version__}: {failed}", matching)
         else:
             yield Check(name, "ok", f"{module.__version__}, imports", facts={"version": module.__version__})
 
 
-def _matching() -> str:
-    """The command that installs the torchvision of the torch that is here, from where that came from."""
-    public, _, build = torch.__version__.partition("+")
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return f'pip install --force-reinstall "torch=={public}" torchvision{index}'
-
-
-def _extras() -> Iterator[Check]:
+def _extras() -> Checks:
     try:
         known = distribution("come-tta").metadata.get_all("Provides-Extra") or []
     except PackageNotFoundError:
         known = []
-    lacks = {extra: _lacking("come-tta", extra) for extra in EXTRAS if extra in known}
-    if fine := [extra for extra, lacking in lacks.items() if not lacking]:
+    missing = {extra: _missing("come-tta", extra) for extra in EXTRAS if extra in known}
+    if fine := [extra for extra, packages in missing.items() if not packages]:
         yield Check("extras", "ok", ", ".join(fine))
     for extra, enables in EXTRAS.items():
-        if extra not in lacks:
-            says = f"unknown before come is installed anew: {enables}"
+        packages = missing.get(extra)
+        if packages is None:
+            says = f"unknown until come is installed again: {enables}"
             yield Check(f"extra {extra}", "note", says, pip_install(extra))
-        elif lacking := lacks[extra]:
-            says = f"needs {', '.join(lacking)} for {enables}"
-            yield Check(f"extra {extra}", "note", says, pip_install(extra), {"missing": lacking})
+        elif packages:
+            says = f"needs {', '.join(packages)} for {enables}"
+            yield Check(f"extra {extra}", "note", says, pip_install(extra), {"missing": packages})
 
 
-def _lacking(package: str, extra: str) -> list[str]:
+def _missing(package: str, extra: str) -> list[str]:
     """What an extra of an installed package needs ("": the package itself) that is not here, or is too old."""
     from packaging.requirements import Requirement
 
@@ -156,13 +151,13 @@ def _lacking(package: str, extra: str) -> list[str]:
             if not needed.specifier.contains(version(needed.name), prereleases=True):
                 found.append(f"{needed.name}{needed.specifier} (not {version(needed.name)})")
             for more in needed.extras:
-                found += _lacking(needed.name, more)
+                found += _missing(needed.name, more)
         except PackageNotFoundError:
             found.append(needed.name)
     return list(dict.fromkeys(found))
 
 
-def _devices() -> Iterator[Check]:
+def _devices() -> Checks:
     cores, threads, memory = os.cpu_count() or 1, torch.get_num_threads(), psutil.virtual_memory().total
     says = f"{cores} cores, {_size(memory)} of memory, torch.get_num_threads() is {threads}"
     yield Check("cpu", "ok", says, facts={"cores": cores, "threads": threads, "bytes": memory})
@@ -172,9 +167,8 @@ def _devices() -> Iterator[Check]:
     for i in range(count):
         about = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
-        ability = f"{about.major}.{about.minor}"
-        facts = {"name": about.name, "bytes": total, "free_bytes": free, "capability": ability}
-        says = f"{about.name}, {_size(total)} ({_size(free)} free), capability {ability}"
+        facts = {"name": about.name, "bytes": total, "free_bytes": free, "capability": f"{about.major}.{about.minor}"}
+        says = f"{about.name}, {_size(total)} ({_size(free)} free), capability {facts['capability']}"
         yield Check(f"cuda:{i}", "ok", says, facts=facts)
     if not count:
         why = f": {first_line(said[0].message)}" if said else ""  # type: ignore[arg-type]
@@ -184,16 +178,15 @@ def _devices() -> Iterator[Check]:
         yield Check("mps", "ok", "Apple GPU")
 
 
-def _steps() -> Iterator[Check]:
+def _steps() -> Checks:
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
-    mps = ["mps"] if torch.backends.mps.is_available() else []
     expected = _loss("cpu", "float32")
-    for device in ("cpu", *gpus, *mps):
-        words, status, facts = [], "ok", {}
-        for precision, on_failure in (("float32", "failed"), ("bf16", "note")):
+    for device in ("cpu", *gpus, *(["mps"] if torch.backends.mps.is_available() else [])):
+        words, failures, facts = [], [], {}
+        for precision in ("float32", "bf16"):
             try:
                 began = time.perf_counter()
-                loss = _loss(device, precision)  # type: ignore[arg-type]
+                loss = _loss(device, precision)
                 seconds = time.perf_counter() - began
                 if not abs(loss - expected) <= CLOSE * abs(expected):
                     raise ArithmeticError(f"loss {loss:.4f}, on a CPU in float32 {expected:.4f}")
@@ -201,8 +194,9 @@ def _steps() -> Iterator[Check]:
                 facts[precision] = {"loss": loss, "seconds": seconds}
             except Exception as error:
                 words.append(f"{precision} fails: {first_line(error)}")
-                status = on_failure if status == "ok" else status
-        yield Check(f"{device} step", status, f"tent + come, {', '.join(words)}", facts=facts)  # type: ignore[arg-type]
+                failures.append(precision)
+        status: Status = "failed" if "float32" in failures else "note" if failures else "ok"
+        yield Check(f"{device} step", status, f"tent + come, {', '.join(words)}", facts=facts)
 
 
 def _loss(device: str, precision: Precision) -> float:
@@ -218,26 +212,29 @@ def _loss(device: str, precision: Precision) -> float:
     return loss
 
 
-def _models() -> Iterator[Check]:
+def _models() -> Checks:
     loaded = FashionSource(size=IMAGES).load(range(IMAGES))
     for name in models.EMBEDDED:
         yield from _checked(name, partial(_model, name, loaded))
 
 
-def _model(name: str, loaded: Loaded) -> Iterator[Check]:
+def _model(name: str, loaded: Loaded) -> Checks:
     about = files("come.bench") / "embedded" / f"{name.replace('-', '_')}.json"
     expected = float(json.loads(about.read_text())["clean"])
     model = models.load(name)
     with torch.inference_mode():
-        answers = model.module(model.preprocess(loaded.images)).argmax(dim=1)
-    right = int((answers == loaded.labels).sum())
-    good = right / IMAGES >= expected - MARGIN
-    says = f"{right} of {IMAGES} images right; of all test images {expected:.1%}"
-    repair = "" if good else "git checkout src (in your clone of come), or clone it again"
-    yield Check(name, "ok" if good else "failed", says, repair, {"right": right, "images": IMAGES})
+        right = int((model.module(model.preprocess(loaded.images)).argmax(dim=1) == loaded.labels).sum())
+    says, facts = (
+        f"{right} of {IMAGES} images right; of all test images {expected:.1%}",
+        {"right": right, "images": IMAGES},
+    )
+    if right / IMAGES >= expected - MARGIN:
+        yield Check(name, "ok", says, facts=facts)
+    else:
+        yield Check(name, "failed", says, "git checkout src (in your clone of come), or clone it again", facts)
 
 
-def _caches() -> Iterator[Check]:
+def _caches() -> Checks:
     places: dict[str, Callable[[], Any]] = {
         "torch hub": torch.hub.get_dir,
         "hugging face": lambda: importlib.import_module("huggingface_hub.constants").HF_HUB_CACHE,
@@ -249,9 +246,9 @@ def _caches() -> Iterator[Check]:
     if kept is None:
         yield Check("decoded", "note", "no room for decoded images; they are decoded for each cell")
     else:
-        free = psutil.disk_usage(str(kept)).free
-        says = f"{kept}, {_size(free)} free; emptied after each run"
-        yield Check("decoded", "ok", says, facts={"path": str(kept), "free_bytes": free})
+        facts = {"path": str(kept), "free_bytes": psutil.disk_usage(str(kept)).free}
+        says = f"{kept}, {_size(facts['free_bytes'])} free; emptied after each run"
+        yield Check("decoded", "ok", says, facts=facts)
 
 
 def _compiled() -> str:
@@ -260,18 +257,18 @@ def _compiled() -> str:
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
 
 
-def _cache(name: str, place: Callable[[], Any]) -> Iterator[Check]:
+def _cache(name: str, place: Callable[[], Any]) -> Checks:
     there = path = Path(place())
     while not there.exists() and there != there.parent:
         there = there.parent
     taken, counted = _taken(path)
     facts = {"path": str(path), "bytes": taken, "writable": there.is_dir() and os.access(there, os.W_OK)}
     shown = str(path).replace(str(Path.home()), "~", 1) if path.is_relative_to(Path.home()) else str(path)
-    holds = f"{'' if counted else 'over '}{_size(taken)}" if path.exists() else "empty"
+    says = f"{shown}, {('' if counted else 'over ') + _size(taken) if path.exists() else 'empty'}"
     if facts["writable"]:
-        yield Check(name, "ok", f"{shown}, {holds}, writable", facts=facts)
+        yield Check(name, "ok", f"{says}, writable", facts=facts)
     else:
-        yield Check(name, "note", f"{shown}, {holds}, not writable: what is not in it cannot be added", facts=facts)
+        yield Check(name, "note", f"{says}, not writable: nothing new can be added to it", facts=facts)
 
 
 def _taken(path: Path) -> tuple[int, bool]:
@@ -296,7 +293,7 @@ def _size(count: float) -> str:
     return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
 
 
-def _network() -> Iterator[Check]:
+def _network() -> Checks:
     constants = importlib.import_module("huggingface_hub.constants")
     urls = [constants.ENDPOINT, "https://download.pytorch.org"]
     with ThreadPoolExecutor() as pool:
@@ -312,7 +309,7 @@ def _network() -> Iterator[Check]:
     yield Check("network", "note", says, "embedded models need none; for others give --checkpoint FILE", hosts)
 
 
-PARTS: dict[str, Callable[[], Iterator[Check]]] = {
+PARTS: dict[str, Callable[[], Checks]] = {
     "versions": _versions,
     "torchvision": _vision,
     "extras": _extras,
@@ -324,7 +321,7 @@ PARTS: dict[str, Callable[[], Iterator[Check]]] = {
 }
 
 
-def checks() -> Iterator[Check]:
+def checks() -> Checks:
     """Look at this machine, part by part; a part that fails is a `Check` that says why.
 
     Example:
@@ -335,7 +332,7 @@ def checks() -> Iterator[Check]:
         yield from _checked(name, part)
 
 
-def _checked(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+def _checked(name: str, part: Callable[[], Checks]) -> Checks:
     try:
         yield from part()
     except Exception as error:
@@ -348,30 +345,22 @@ def doctor(json_: Json = False, debug: Debug = False) -> None:
     found = []
     for check in checks():
         found.append(check)
-        if not json_:
-            console.print(_row(check))
-            if check.repair:  # not wrapped, to be copied
-                console.print(Text(f"       {check.repair}", "bold"), soft_wrap=True)
+        if json_:
+            continue
+        row = RichTable.grid(padding=(0, 1, 0, 0))
+        for width in (6, 17, None):
+            row.add_column(width=width, overflow="fold")
+        row.add_row(Text(check.status, STYLES[check.status]), Text(check.part), Text(check.says))
+        console.print(row)
+        if check.repair:  # not wrapped, to be copied
+            console.print(Text(f"       {check.repair}", "bold"), soft_wrap=True)
     broken = [check.part for check in found if check.status == "failed"]
     if json_:
         said = {"come": come.__version__, "ok": not broken, "checks": [asdict(check) for check in found]}
         typer.echo(json.dumps(said, indent=1))
+    elif broken:
+        console.print(Text(f"broken: {', '.join(broken)}", "bold red"))
     else:
-        console.print(
-            Text(f"broken: {', '.join(broken)}", "bold red") if broken else Text("nothing is broken", "green")
-        )
+        console.print(Text("nothing is broken", "green"))
     if broken:
         raise typer.Exit(1)
-
-
-def _row(check: Check) -> RichTable:
-    row = RichTable.grid(padding=(0, 1, 0, 0))
-    for width in (6, 17, None):
-        row.add_column(width=width, overflow="fold")
-    row.add_row(Text(check.status, STYLES[check.status]), Text(check.part), Text(check.says))
-    return row
-
-
-def add(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="doctor")(doctor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, NamedTuple
 
 import typer
@@ -16,67 +16,65 @@ from come.bench import models, protocols, settings
 from come.bench.cli.options import Debug, Json
 from come.bench.data import opening
 from come.errors import unknown
-from come.method import Method
 from come.registry import summary
+
+Cells = tuple[str, ...]
 
 
 class Listing(NamedTuple):
     """One of the lists."""
 
-    about: str
-    """What it lists, in a line."""
-    rows: Callable[[], list[tuple[str, ...]]]
-    """The heads of its columns, and what stands below them."""
-    note: str = ""
-    """Said below the table."""
+    about: str  # what it lists, in a line
+    heads: Cells
+    lines: Callable[[], Iterable[Cells]]
+    note: str = ""  # said below the table
+
+    def rows(self) -> list[Cells]:
+        """The heads of its columns, and what stands below them."""
+        return [self.heads, *self.lines()]
 
 
 LISTS = {
     "methods": Listing(
         "how a model adapts, for --methods",
-        lambda: [
-            ("method", "what it does", "COME", "needs", "cost"),
-            *((n, summary(m), "yes" if m.minimizes else "-", m.needs, m.cost) for n, m in _methods()),
-        ],
-        "COME: takes an objective; cost: forwards (f) and backwards (b) of each batch",
+        ("method", "what it does", "COME", "needs", "cost"),
+        lambda: (
+            (n, summary(m), "yes" if m.minimizes else "-", m.needs, m.cost)
+            for n, m in ((name, methods.get(name)) for name in methods.names())
+        ),
+        "COME: takes an objective; cost: forward (f) and backward (b) passes of each batch",
     ),
     "objectives": Listing(
         "what methods minimize, for --objectives",
-        lambda: [
-            ("objective", "what it is"),
-            *((n, summary(objectives.get(n))) for n in objectives.names()),
-        ],
+        ("objective", "what it is"),
+        lambda: ((n, summary(objectives.get(n))) for n in objectives.names()),
     ),
     "corruptions": Listing(
         "corruptions of images, for --corruptions",
-        lambda: [("corruption", "group"), *((n, g) for g, ns in corruptions.GROUPS.items() for n in ns)],
+        ("corruption", "group"),
+        lambda: ((n, g) for g, ns in corruptions.GROUPS.items() for n in ns),
     ),
     "settings": Listing(
         "how streams are made, for --setting",
-        lambda: [("setting", "what it is"), *((n, settings.get(n).summary) for n in settings.names())],
+        ("setting", "what it is"),
+        lambda: ((n, settings.get(n).summary) for n in settings.names()),
     ),
     "protocols": Listing(
         "fixed benchmarks, for --protocol",
-        lambda: [
-            ("protocol", "what it is", "No Adapt"),
-            *((n, p.summary, p.expected) for n in protocols.names() for p in (protocols.get(n),)),
-        ],
+        ("protocol", "what it is", "No Adapt"),
+        lambda: ((n, p.summary, p.expected) for n, p in ((n, protocols.get(n)) for n in protocols.names())),
     ),
-    "models": Listing("kinds of models, for --model", lambda: [("model", "what it is"), *models.DESCRIPTIONS.items()]),
+    "models": Listing("kinds of models, for --model", ("model", "what it is"), models.DESCRIPTIONS.items),
     "data": Listing(
         "kinds of data, for --data and --outliers",
-        lambda: [("data", "what it is"), *((k.usage, k.about) for n in opening.names() for k in (opening.get(n),))],
+        ("data", "what it is"),
+        lambda: ((k.usage, k.about) for k in map(opening.get, opening.names())),
     ),
 }
-
-
-def _methods() -> list[tuple[str, type[Method]]]:
-    return [(name, methods.get(name)) for name in methods.names()]
-
-
 OVERVIEW = Listing(
     "the lists",
-    lambda: [("list", "what it lists", "example"), *((n, one.about, f"come list {n}") for n, one in LISTS.items())],
+    ("list", "what it lists", "example"),
+    lambda: ((n, one.about, f"come list {n}") for n, one in LISTS.items()),
 )
 
 
@@ -86,7 +84,6 @@ def list_(
         typer.Argument(
             help=f"{', '.join(LISTS)}; without one, what these are.",
             metavar="KIND",
-            show_default=False,
             autocompletion=lambda: list(LISTS),
         ),
     ] = None,
@@ -97,22 +94,22 @@ def list_(
     if kind is not None and kind not in LISTS:
         raise unknown("list", kind, LISTS)
     listing = OVERVIEW if kind is None else LISTS[kind]
-    heads, *rows = listing.rows()
     if json_:
-        keys = [head.lower().replace(" ", "_") for head in heads]
-        typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+        keys = [head.lower().replace(" ", "_") for head in listing.heads]
+        typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in listing.lines()], indent=1))
         return
-    table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for i, head in enumerate(heads):
-        table.add_column(head, no_wrap=i == 0, style="bold" if i == 0 else "")
-    for row in rows:
-        table.add_row(*(escape(text) for text in row))
     console = Console(highlight=False)
-    console.print(table)
+    console.print(listed(listing.rows()))
     if listing.note:
         console.print(f"[dim]{listing.note}[/]")
 
 
-def add(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="list")(list_)
+def listed(rows: Iterable[Cells]) -> RichTable:
+    """A table for the terminal: the first row has the heads, the first column the names."""
+    table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    heads, *lines = rows
+    for i, head in enumerate(heads):
+        table.add_column(head, no_wrap=i == 0, style="bold" if i == 0 else "")
+    for line in lines:
+        table.add_row(*map(escape, line))
+    return table

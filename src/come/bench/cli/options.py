@@ -1,10 +1,11 @@
-"""Options that come from the description of a plan, and those that several commands share."""
+"""Options that several commands share, and those that are made from the fields of a plan."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,93 +18,73 @@ from come.bench.data.reading import read_regular
 from come.bench.models import PREPROCESSING as PREPROCESSING_OPTIONS
 from come.bench.plan import Plan, named
 from come.errors import ConfigError, InputError, unknown
+from come.metrics import SCORES
 
 WHERE = "Where to run it"
-PANELS = (WHAT, HOW, PREPROCESSING, WHERE)
-"""The groups of `--help`, in their order; others come first."""
-OFF = {"guard": BARE}
-"""How a flag is switched off, where that is not no-NAME."""
+PANELS = (WHAT, HOW, PREPROCESSING, WHERE)  # the groups of --help, in their order; others come first
+OFF = {"guard": BARE}  # how a flag is switched off, where that is not no-NAME
+MAX_CONFIG = 2**20  # bytes of a configuration file
 
-MAX_CONFIG = 2**20
-"""Bytes of a configuration file."""
 
-Device = Annotated[str, typer.Option(rich_help_panel=WHERE, help="cpu, cuda, cuda:1, ...")]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=WHERE,
-        help="Threads that decode images. \\[0 for the embedded data, else up to 4]",
-        show_default=False,
-    ),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        rich_help_panel=WHERE,
-        help="Processes that run cells at once. \\[for small models one per core, else 1]",
-        show_default=False,
-    ),
+def option(text: str, *flags: str, panel: str | None = None, **more: Any) -> Any:
+    """An option with this text in `--help`, in a group of it."""
+    return typer.Option(*flags, help=text, rich_help_panel=panel, **more)
+
+
+where = partial(option, panel=WHERE)
+
+
+Device = Annotated[str, where("cpu, cuda, cuda:1, ...")]
+Workers = Annotated[int | None, where("Threads that decode images. \\[0 for the embedded data, else up to 4]")]
+Jobs = Annotated[int | None, where("Processes that run cells at once. \\[for small models one per core, else 1]")]
+Together = Annotated[
+    str,
+    where("Cells that run as one batch on one device, for a GPU: a number, or [bold]auto[/].", metavar="N|auto"),
 ]
 Engine = Annotated[
     str,
-    typer.Option(
-        rich_help_panel=WHERE,
-        help="[bold]local[/]: processes of this machine; [bold]ray[/]: workers of a Ray cluster, --jobs of them (as many as "
-        "there is room for, if not given).",
+    where(
+        "[bold]local[/]: processes of this machine; [bold]ray[/]: workers of a Ray cluster, --jobs of them, or as many as "
+        "there is room for."
     ),
 ]
 Address = Annotated[
     str | None,
-    typer.Option(
-        rich_help_panel=WHERE,
+    where(
+        "With ray: the cluster; [bold]auto[/] for the one started here. \\[RAY_ADDRESS, else this machine alone]",
         metavar="HOST:PORT",
-        help="With ray: the cluster; [bold]auto[/] for the one started here. \\[RAY_ADDRESS, else this machine alone]",
-        show_default=False,
     ),
 ]
-Cpus = Annotated[
-    float | None,
-    typer.Option(rich_help_panel=WHERE, metavar="N", help="With ray: CPUs of each worker. \\[1]", show_default=False),
-]
+Cpus = Annotated[float | None, where("With ray: CPUs of each worker. \\[1]", metavar="N")]
 Gpus = Annotated[
-    float | None,
-    typer.Option(
-        rich_help_panel=WHERE,
-        metavar="N",
-        help="With ray: GPUs of each worker, such as 0.5. \\[1 with --device cuda]",
-        show_default=False,
-    ),
+    float | None, where("With ray: GPUs of each worker, such as 0.5. \\[1 with --device cuda]", metavar="N")
 ]
 Shard = Annotated[
     str | None,
-    typer.Option(
-        rich_help_panel=WHERE,
-        metavar="I/N",
-        help="Run part I of N of the cells, counted from 0; the N parts may run at once on one shared folder.",
+    where(
+        "Run part I of N of the cells, counted from 0; the N parts may run at once on one shared folder.", metavar="I/N"
+    ),
+]
+OnBadImage = Annotated[str, where("[bold]raise[/] stops and names the file; [bold]skip[/] counts it.")]
+Out = Annotated[Path | None, where("Run folder. \\[runs/<name of the plan>]")]
+Config = Annotated[Path | None, where("A TOML file with any of these options; the command line wins.")]
+DryRun = Annotated[bool, where("Check everything, show the grid, and stop.", "--dry-run")]
+Debug = Annotated[bool, where("Show tracebacks.", "--debug")]
+Json = Annotated[bool, option("Print JSON, for scripts.", "--json")]
+Score = Annotated[
+    str,
+    option(
+        f"What FPR ranks samples by: {', '.join(SCORES)}. By default as published, each objective by its own confidence, "
+        "and beside it by softmax for all.",
         show_default=False,
     ),
 ]
-Together = Annotated[
-    str,
-    typer.Option(
-        "--streams",
-        rich_help_panel=WHERE,
-        help="Cells that run at once as streams of one fleet: a number, or [bold]auto[/]; for a GPU.",
-    ),
-]
-OnBadImage = Annotated[
-    str, typer.Option(rich_help_panel=WHERE, help="[bold]raise[/] names the file; [bold]skip[/] counts it.")
-]
-Out = Annotated[Path | None, typer.Option(rich_help_panel=WHERE, help="Run folder. \\[runs/<name of the plan>]")]
-Config = Annotated[
-    Path | None,
-    typer.Option(rich_help_panel=WHERE, help="A TOML file with any of these options; the command line wins."),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", rich_help_panel=WHERE, help="Check everything, show the grid, and stop.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=WHERE, help="Show tracebacks.")]
+
+
+def check_score(score: str) -> None:
+    """Refuse a score that there is not, before any work."""
+    if score not in SCORES:
+        raise unknown("score", score, SCORES)
 
 
 def cluster_of(engine: str, address: str | None, cpus: float | None, gpus: float | None) -> Cluster | None:
@@ -123,30 +104,29 @@ def cluster_of(engine: str, address: str | None, cpus: float | None, gpus: float
     return None
 
 
-def with_plan(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of a plan; it gets those that were typed as `given`, a dictionary of texts."""
-    return _with(Plan.model_fields, command)
+def with_plan(command: Callable[..., None], names: Collection[str] = Plan.model_fields) -> Callable[..., None]:
+    """Give a command an option for each field of a plan; it gets those that were typed as `given`, a dictionary of texts.
 
-
-def with_preprocessing(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_plan`, for the fields that say how images are prepared for a model."""
-    return _with(PREPROCESSING_OPTIONS, command)
-
-
-def _with(names: Collection[str], command: Callable[..., None]) -> Callable[..., None]:
+    Args:
+        names: of the fields, if not all.
+    """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-    fields = list(_plan_options(names))
 
     def run(**values: Any) -> None:
         given = {name: values.pop(name) for name in list(values) if name in names}
         command(given={name: value for name, value in given.items() if value is not None}, **values)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *_plan_options(names))]
     parameters.sort(key=_panel)
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__doc__, run.__name__ = command.__doc__, command.__name__
     return run
+
+
+def with_preprocessing(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_plan`, for the fields that say how images are prepared for a model."""
+    return with_plan(command, PREPROCESSING_OPTIONS)
 
 
 def _panel(parameter: inspect.Parameter) -> int:

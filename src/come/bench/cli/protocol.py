@@ -9,7 +9,7 @@ import typer
 
 from come.bench import RunFolder, board, protocols
 from come.bench.cli.lists import list_
-from come.bench.cli.options import Debug, Json
+from come.bench.cli.options import Debug, Json, option
 from come.errors import ComeError, InputError, printable
 
 commands = typer.Typer(
@@ -26,7 +26,7 @@ def list_protocols(json_: Json = False, debug: Debug = False) -> None:
 
 @commands.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A protocol.", show_default=False, autocompletion=protocols.names)],
+    name: Annotated[str, typer.Argument(help="A protocol.", autocompletion=protocols.names)],
     debug: Debug = False,
 ) -> None:
     """Print a protocol as a paragraph for a paper."""
@@ -35,12 +35,10 @@ def show(
 
 @commands.command()
 def submit(
-    run: Annotated[
-        Path, typer.Argument(help="A finished run folder of [bold]come bench --protocol[/].", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="The file, such as results/board/NAME.json.", show_default=False)],
-    name: Annotated[str, typer.Option(help="Who submits it.", show_default=False)],
-    link: Annotated[str | None, typer.Option(help="The paper or the code: https://...", show_default=False)] = None,
+    run: Annotated[Path, typer.Argument(help="A finished run folder of [bold]come bench --protocol[/].")],
+    out: Annotated[Path, option("The file, such as results/board/NAME.json.")],
+    name: Annotated[str, option("Who submits it.")],
+    link: Annotated[str | None, option("The paper or the code: https://...")] = None,
     debug: Debug = False,
 ) -> None:
     """Write the file that the leaderboard takes: all rows of a finished run under a protocol."""
@@ -53,7 +51,7 @@ def submit(
 
 @commands.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(help="Files of [bold]come protocol submit[/].", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(help="Files of [bold]come protocol submit[/].")],
     debug: Debug = False,
 ) -> None:
     """Check that submitted files are whole and come from a protocol; exit code 1 and a line for each problem if not."""
@@ -68,11 +66,6 @@ def check(
             typer.echo(printable(line), err=True)
         wrong |= bool(lines)
         if not lines:
-            typer.echo(f"{path}: {len(found.rows)} rows under protocol {found.protocol}, as they should be")
+            typer.echo(f"{path}: valid, {len(found.rows)} rows under protocol {found.protocol}")
     if wrong:
         raise typer.Exit(1)
-
-
-def add(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.add_typer(commands, name="protocol")

@@ -10,41 +10,21 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from come.bench import report as reporting
 from come.bench.board.page import shown, write_board
 from come.bench.board.ranking import json_files, read_board
-from come.bench.cli.options import Debug, Json
-from come.bench.cli.watch import say_unfinished, show_tables
+from come.bench.cli.options import Debug, Json, Score, check_score, option
+from come.bench.cli.watch import say_file, say_unfinished, show_tables
 from come.bench.compare import changes_as_json, compare_runs, shown_changes
 from come.bench.folder import RunFolder
 from come.bench.record import Record
-from come.bench.report import (
-    configurations,
-    rates_table,
-    results_table,
-    to_csv,
-    to_json,
-    to_latex,
-    to_markdown,
-    without_sweeps,
-    write_figures,
-    write_html,
-)
-from come.bench.report.configurations import several_plans
+from come.bench.report.configurations import configurations, several_plans
 from come.bench.report.findings import failed, helped, missing
 from come.bench.statistics import verdicts
 from come.errors import ConfigError, InputError, printable, unknown
-from come.metrics import SCORES
 
 FIGURE_FORMATS = ("pdf", "png", "svg")
-FORMATS = {"md": to_markdown, "latex": to_latex, "csv": to_csv, "json": to_json}
-Score = Annotated[
-    str,
-    typer.Option(
-        help=f"What FPR ranks samples by: {', '.join(SCORES)}. By default as published, each objective by its own confidence, "
-        "and beside it by softmax for all.",
-        show_default=False,
-    ),
-]
+FORMATS = {"md": reporting.to_markdown, "latex": reporting.to_latex, "csv": reporting.to_csv, "json": reporting.to_json}
 
 
 def report(
@@ -52,52 +32,48 @@ def report(
         Path,
         typer.Argument(
             help="A run folder of [bold]come bench[/], or a folder of files of [bold]come protocol submit[/]: a leaderboard.",
-            show_default=False,
         ),
     ],
-    out: Annotated[Path | None, typer.Option(help="The HTML file. \\[RUN/report.html]")] = None,
-    format_: Annotated[
-        str | None, typer.Option("--format", help="Print the table instead: " + ", ".join(FORMATS) + ".")
-    ] = None,
+    out: Annotated[Path | None, option("The HTML file. \\[RUN/report.html]")] = None,
+    format_: Annotated[str | None, option(f"Print the table instead: {', '.join(FORMATS)}.", "--format")] = None,
     figures: Annotated[
-        str | None, typer.Option(help="Also write the figures, as " + ", ".join(FIGURE_FORMATS) + ", to RUN/figures.")
+        str | None, option(f"Also write the figures, as {', '.join(FIGURE_FORMATS)}, to RUN/figures.")
     ] = None,
-    metric: Annotated[str, typer.Option(help="What the table shows for each domain: accuracy, fpr, ...")] = "accuracy",
+    metric: Annotated[str, option("What the table shows for each domain: accuracy, fpr, ...")] = "accuracy",
     score: Score = "confidence",
-    plan: Annotated[int | None, typer.Option(help="Which plan, where the folder holds several.")] = None,
+    plan: Annotated[int | None, option("Which plan, where the folder holds several.")] = None,
     debug: Debug = False,
 ) -> None:
     """Make the report of a run, or a leaderboard: one HTML file, or a run's table in another format. Nothing is run again."""
     for name, value, known in (("format", format_, FORMATS), ("figure format", figures, FIGURE_FORMATS)):
         if value is not None and value not in known:
             raise unknown(name, value, known)
-    if score not in SCORES:
-        raise unknown("score", score, SCORES)
+    check_score(score)
+    page = out or run / "report.html"
     if not (run / "run.json").exists() and json_files(run):
         given = {"format": format_, "figures": figures, "plan": plan, "metric": metric, "score": score}
-        of_a_run = [name for name, value in given.items() if value not in (None, "accuracy", "confidence")]
-        if of_a_run:
-            raise ConfigError(f"{of_a_run[0]} has no effect on a leaderboard; leave it out, or give a run folder")
-        leaderboard(run, out or run / "report.html")
+        for name, chosen in given.items():
+            if chosen not in (None, "accuracy", "confidence"):
+                raise ConfigError(f"{name} has no effect on a leaderboard; leave it out, or give a run folder")
+        leaderboard(run, page)
         return
     folder = RunFolder.existing(run)
     records = folder.rescored(_chosen(folder, plan), score)
     judged = verdicts(folder, records)
     if format_ is not None:
-        typer.echo(FORMATS[format_](results_table(records, metric=metric, verdicts=judged)).rstrip())
+        typer.echo(FORMATS[format_](reporting.results_table(records, metric=metric, verdicts=judged)).rstrip())
         return
     console = Console(highlight=False)
     if said := helped(records, judged):
         console.print(f"[bold]{escape(said)}[/]\n")
-    main = results_table(without_sweeps(records), metric=metric, verdicts=judged)
-    show_tables(console, records, main, rates_table(records, judged))
+    main = reporting.results_table(reporting.without_sweeps(records), metric=metric, verdicts=judged)
+    show_tables(console, records, main, reporting.rates_table(records, judged))
     say_unfinished(console, list(missing(records)), failed(folder.failures(), records))
-    page = out or folder.path / "report.html"
-    write_html(folder, records, page, ["come", *sys.argv[1:]], judged)
-    console.print(f"[dim]report[/] {escape(str(page))}", soft_wrap=True)
+    reporting.write_html(folder, records, page, ["come", *sys.argv[1:]], judged)
+    say_file(console, "report", page)
     if figures is not None:
-        for path in write_figures(folder, records, folder.path / "figures", figures):
-            console.print(f"[dim]figure[/] {escape(str(path))}", soft_wrap=True)
+        for path in reporting.write_figures(folder, records, folder.path / "figures", figures):
+            say_file(console, "figure", path)
 
 
 def leaderboard(folder: Path, page: Path) -> None:
@@ -111,7 +87,7 @@ def leaderboard(folder: Path, page: Path) -> None:
     if found.others:
         console.print(f"[dim]{found.others} JSON files here are no submissions[/]")
     write_board(found, page)
-    console.print(f"[dim]report[/] {escape(str(page))}", soft_wrap=True)
+    say_file(console, "report", page)
 
 
 def _chosen(folder: RunFolder, plan: int | None) -> list[Record]:
@@ -129,14 +105,13 @@ def _chosen(folder: RunFolder, plan: int | None) -> list[Record]:
 def compare(
     first: Annotated[Path, typer.Argument(help="The run folder to compare with.", show_default=False)],
     second: Annotated[Path, typer.Argument(help="The run folder that may be better or worse.", show_default=False)],
-    all_: Annotated[bool, typer.Option("--all", help="Also show where no difference was found.")] = False,
+    all_: Annotated[bool, option("Also show where no difference was found.", "--all")] = False,
     score: Score = "confidence",
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what differs between two runs beyond chance, by intervals from their samples."""
-    if score not in SCORES:
-        raise unknown("score", score, SCORES)
+    check_score(score)
     found = compare_runs(RunFolder.existing(first), RunFolder.existing(second), score)
     if json_:
         typer.echo(changes_as_json(found))
@@ -144,9 +119,3 @@ def compare(
     console = Console(highlight=False)
     for part in shown_changes(found, everything=all_):
         console.print(part)
-
-
-def add(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(name="report")(report)
-    app.command(name="compare")(compare)

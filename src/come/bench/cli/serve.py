@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import typer
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from come.bench import models
 from come.bench.cell import Knobs, spelled
-from come.bench.cli.options import Debug, Device, with_preprocessing
+from come.bench.cli.options import Debug, Device, option, with_preprocessing
 from come.bench.data import open_source
 from come.bench.data.streams import shuffle
 from come.bench.plan import typed
@@ -26,9 +26,7 @@ from come.methods import DEFAULT
 if TYPE_CHECKING:
     from come.serve import Service
 
-LIMITS = "Limits"
-LINGER = 30
-"""Seconds that open connections have when the server ends."""
+LINGER = 30  # seconds that open connections have when the server ends
 
 
 def build(
@@ -80,8 +78,7 @@ def _calibrate(service: Service, model: models.Model, calibrate: str, **promised
     typer.echo(f"abstains: {service.calibrate(batches(), **promised)}")
 
 
-def _number(text: str, least: int) -> Any:
-    return typer.Option(rich_help_panel=LIMITS, help=text, min=least)
+limit = partial(option, panel="Limits")
 
 
 def _unused(names: Iterable[str], dtype: str) -> list[str]:
@@ -93,49 +90,28 @@ def _unused(names: Iterable[str], dtype: str) -> list[str]:
 @with_preprocessing
 def serve(
     given: dict[str, Any],
-    model: Annotated[str, typer.Option(help="What to serve; [bold]come list models[/].")] = "fashion-resnet-bn",
-    checkpoint: Annotated[Path | None, typer.Option(help="A file with its weights.")] = None,
-    method: Annotated[str, typer.Option(help="Also with hyperparameters: tent:lr=1e-3.")] = DEFAULT,
-    objective: Annotated[
-        str | None,
-        typer.Option(help="See [bold]come list objectives[/]. \\[the method's own]", show_default=False),
-    ] = None,
-    adapt: Annotated[str, typer.Option(help="inline, after, every:N, shift, shift:MEAN,STD or never.")] = "inline",
-    dtype: Annotated[
-        str, typer.Option(help="[bold]uint8[/]: images, normalized here; [bold]float32[/]: normalized ones.")
-    ] = "uint8",
-    calibrate: Annotated[
-        str | None,
-        typer.Option(help="Source data that the threshold for abstaining is chosen on; [bold]come list data[/]."),
-    ] = None,
-    risk: Annotated[
-        float | None, typer.Option(help="Abstain so that at most this share of the answers is wrong.")
-    ] = None,
-    coverage: Annotated[float | None, typer.Option(help="Or so that this share of samples is answered.")] = None,
-    state: Annotated[
-        Path | None, typer.Option(help="A folder for tenants' states. \\[memory only]", show_default=False)
-    ] = None,
-    write_every: Annotated[
-        float, typer.Option(help="Seconds until a change is on disk; 0: before the answer.", min=0)
-    ] = 10.0,
-    host: Annotated[
-        str, typer.Option(help="Where to listen. There is no authentication: put that in front.")
-    ] = "127.0.0.1",
+    model: Annotated[str, option("What to serve; [bold]come list models[/].")] = "fashion-resnet-bn",
+    checkpoint: Annotated[Path | None, option("A file with its weights.")] = None,
+    method: Annotated[str, option("Also with hyperparameters: tent:lr=1e-3.")] = DEFAULT,
+    objective: Annotated[str | None, option("See [bold]come list objectives[/]. \\[the method's own]")] = None,
+    adapt: Annotated[str, option("inline, after, every:N, shift, shift:MEAN,STD or never.")] = "inline",
+    dtype: Annotated[str, option("[bold]uint8[/]: images; [bold]float32[/]: images already normalized.")] = "uint8",
+    calibrate: Annotated[str | None, option("Source data to choose the threshold for abstaining on.")] = None,
+    risk: Annotated[float | None, option("Abstain so that at most this share of the answers is wrong.")] = None,
+    coverage: Annotated[float | None, option("Or so that this share of samples is answered.")] = None,
+    state: Annotated[Path | None, option("A folder for tenants' states. \\[memory only]")] = None,
+    write_every: Annotated[float, option("Seconds until a change is on disk; 0: before the answer.", min=0)] = 10.0,
+    host: Annotated[str, option("Where to listen. There is no authentication: put that in front.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    replicas: Annotated[
-        int | None,
-        typer.Option(help="So many replicas on Ray Serve. \\[one process, without Ray]", show_default=False, min=1),
-    ] = None,
+    replicas: Annotated[int | None, option("Replicas on Ray Serve. \\[one process, without Ray]", min=1)] = None,
     device: Device = "cpu",
-    tenants: Annotated[int, _number("Tenants of each replica, on disk included.", 1)] = 1000,
-    resident: Annotated[int | None, _number("Tenants in memory, of each replica. \\[all]", 1)] = None,
-    max_batch: Annotated[int, _number("Samples that are run together.", 1)] = 64,
-    max_wait: Annotated[
-        float, typer.Option(rich_help_panel=LIMITS, help="Milliseconds that a request waits for others.", min=0)
-    ] = 2.0,
-    max_samples: Annotated[int, _number("Samples of one request.", 1)] = 64,
-    max_queue: Annotated[int, _number("Samples that wait.", 1)] = 1024,
-    labels: Annotated[int, _number("Tenants with metrics of their own.", 0)] = 100,
+    tenants: Annotated[int, limit("Tenants of each replica, on disk included.", min=1)] = 1000,
+    resident: Annotated[int | None, limit("Tenants in memory, of each replica. \\[all]", min=1)] = None,
+    max_batch: Annotated[int, limit("Samples that are run together.", min=1)] = 64,
+    max_wait: Annotated[float, limit("Milliseconds that a request waits for others.", min=0)] = 2.0,
+    max_samples: Annotated[int, limit("Samples of one request.", min=1)] = 64,
+    max_queue: Annotated[int, limit("Samples that wait.", min=1)] = 1024,
+    labels: Annotated[int, limit("Tenants with metrics of their own.", min=0)] = 100,
     debug: Debug = False,
 ) -> None:
     """Serve one model to many tenants over HTTP; each tenant adapts by itself.
@@ -162,9 +138,9 @@ def serve(
     knobs = Knobs(**values)  # types and ranges
     preprocessing = {name: getattr(knobs, name) for name in values}
     if calibrate is None and (unused := _unused(preprocessing, dtype)):
+        listed = ", ".join(unused)
         typer.echo(
-            f"no effect without --calibrate: {', '.join(unused)}; clients send images of the model's size, as {dtype}",
-            err=True,
+            f"no effect without --calibrate: {listed}; clients send images of the model's size, as {dtype}", err=True
         )
     settings |= {"model": model, "checkpoint": checkpoint, "device": device, "preprocessing": preprocessing}
     make: Callable[[int, int], Service] = partial(build, wanted=wanted, **settings)
@@ -174,7 +150,7 @@ def serve(
     if replicas is None:
         _run_here(make(0, 1), host, port, said)
     else:
-        _run_on_ray(make, replicas, host, port, said, device)
+        _run_on_ray(make, replicas, host, port, said, "GPU" if device.startswith("cuda") else "CPU")
 
 
 def _run_here(service: Service, host: str, port: int, said: str) -> None:
@@ -182,13 +158,12 @@ def _run_here(service: Service, host: str, port: int, said: str) -> None:
 
     from come.serve.http import create
 
+    quiet: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": LINGER}
     with service:
-        config = uvicorn.Config(
-            create(service), host=host, port=port, log_level="warning", timeout_graceful_shutdown=LINGER
-        )
+        server = uvicorn.Server(uvicorn.Config(create(service), host=host, port=port, **quiet))
         typer.echo(said)
         try:
-            uvicorn.Server(config).run()
+            server.run()
         except KeyboardInterrupt:
             pass
         except SystemExit as error:
@@ -196,14 +171,13 @@ def _run_here(service: Service, host: str, port: int, said: str) -> None:
 
 
 def _run_on_ray(
-    make: Callable[[int, int], Service], replicas: int, host: str, port: int, said: str, device: str
+    make: Callable[[int, int], Service], replicas: int, host: str, port: int, said: str, kind: Literal["GPU", "CPU"]
 ) -> None:
     from come.serve.ray_serve import application, check_room, serve
 
     ended = threading.Event()
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda *_: ended.set())
-    kind = "GPU" if device.startswith("cuda") else "CPU"
     options = {"ray_actor_options": {"num_gpus": 1}} if kind == "GPU" else {}
     serve.start(http_options={"host": host, "port": port})
     try:
@@ -222,8 +196,3 @@ def check_installed(command: str, extra: str, packages: tuple[str, ...]) -> None
             importlib.import_module(package)
         except ModuleNotFoundError as error:
             raise missing(f"come {command}", error, extra) from error
-
-
-def add(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="serve")(serve)

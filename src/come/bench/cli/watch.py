@@ -1,4 +1,4 @@
-"""A run that is watched: the table as it fills, bars with the time left, and what was left out."""
+"""Shows a run while it goes on: the table as it fills, bars with the time left, and what was left out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console, Group
@@ -26,33 +27,36 @@ from come.bench.statistics import Judged, verdicts
 from come.callbacks import Log
 from come.metrics import trajectory
 
-LISTED = 8
-"""Cells that a line names."""
-PIECES = 2
-"""Into which a table may be cut at the end of a run; a longer one is reduced to its averages."""
+LISTED = 8  # cells that a line names
+PIECES = 2  # of a table at the end of a run; one that needs more is reduced to its averages
 
 
 def run_watched(
     console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False, log: Log | None = None
 ) -> list[Record]:
-    """Run a plan before the user's eyes, and say what cannot be run, and why.
+    """Run a plan, show how it goes, and say what cannot be run, and why.
 
     Args:
         console: where to.
         bench: what is run.
         folder: where results are.
         fresh: run finished cells again.
-        log: where the metrics of each cell along its stream go, too.
+        log: where the metrics of each cell along its stream go, too; the step is the number of samples.
     """
     said = dict(bench.refused)
     say_refused(console, said)
     console.print(escape(what_comes(bench)))
 
     def finished(record: Record) -> None:
-        if log is not None:
-            log_record(log, folder, record)
+        if log is None:
+            return
+        found = trajectory(folder.rows(record.key), batch_size=record.cell.batch_size)
+        steps, cell = found.pop("samples").tolist(), re.sub(r"[^\w.]+", "-", record.cell.title)
+        for name, values in found.items():
+            for step, value in zip(steps, values.tolist(), strict=True):
+                log(f"{name}/{cell}", value, step)
 
-    with Watch(console, bench.cells, finished) as watch, watch.heeding_ctrl_c():
+    with Watch(console, bench.cells, finished) as watch, watch.catching_ctrl_c():
         records = bench.run(folder, watch, fresh=fresh)
     say_refused(console, {method: why for method, why in bench.refused.items() if method not in said})
     return records
@@ -85,19 +89,15 @@ def what_comes(bench: Bench) -> str:
     )
 
 
-def log_record(log: Log, folder: RunFolder, record: Record) -> None:
-    """Log what `come.metrics.trajectory` finds in the rows of a cell, the number of samples being the step."""
-    found = trajectory(folder.rows(record.key), batch_size=record.cell.batch_size)
-    steps, cell = found.pop("samples").tolist(), re.sub(r"[^\w.]+", "-", record.cell.title)
-    for name, values in found.items():
-        for step, value in zip(steps, values.tolist(), strict=True):
-            log(f"{name}/{cell}", value, step)
-
-
 def say_refused(console: Console, refused: Mapping[str, str]) -> None:
     """Which methods are left out, and why."""
     for method, reason in refused.items():
         console.print(f"[bold]{escape(method)} is left out:[/] {escape(reason)}")
+
+
+def say_file(console: Console, kind: str, path: Path, more: str = "") -> None:
+    """Which file was written."""
+    console.print(f"[dim]{kind}[/] {escape(str(path))}{more}", soft_wrap=True)
 
 
 def say_doubt(console: Console, doubt: str) -> None:
@@ -135,7 +135,7 @@ def show_results(
     write_report(records, folder.path / "report.md", command, judged, folder.failures(), folder.outcome(records))
     write_html(folder, records, folder.path / "report.html", command, judged)
     more = f"[dim]; each domain in the terminal:[/] come report {escape(str(folder.path))}" if brief else ""
-    console.print(f"[dim]report[/] {escape(str(folder.path / 'report.html'))}{more}", soft_wrap=True)
+    say_file(console, "report", folder.path / "report.html", more)
     return judged
 
 
@@ -153,16 +153,9 @@ class Watch(Progress):
         self.console, self.cells, self.finished = console, cells, finished
         self.records: list[Record] = []
         self.interrupted = False
-        self.bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            speed_estimate_period=600,
-        )
+        times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *times
+        self.bar = Bar(*columns, console=console, speed_estimate_period=600)
         self.all = self.bar.add_task(f"0 of {len(cells)} cells", total=sum(map(self._work, cells)))
         self.one = self.row()
         self.live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._view)
@@ -181,8 +174,8 @@ class Watch(Progress):
         return Group(*pieces[-1:], self.bar)  # the averages, with as many corruptions as fit beside them
 
     @contextmanager
-    def heeding_ctrl_c(self) -> Iterator[None]:
-        """Within the block no Ctrl-C is lost: one that Python drops in a finalizer is raised again at the next batch."""
+    def catching_ctrl_c(self) -> Iterator[None]:
+        """A block in which no Ctrl-C is lost: one that Python drops in a finalizer is raised again at the next batch."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
@@ -207,7 +200,7 @@ class Watch(Progress):
 
     def show(self, row: TaskID, cell: Cell, samples: int) -> float:
         """Begin a bar; returns how much of all work a sample of the cell is."""
-        name = f"{cell.method} + {cell.objective}, {', '.join(cell.corruptions)}, seed {cell.seed}"
+        name = f"{_pair(cell)}, {', '.join(cell.corruptions)}, seed {cell.seed}"
         self.bar.reset(row, description=name[:40], total=samples, visible=True)
         return self._work(cell) / max(samples, 1)
 
@@ -218,8 +211,7 @@ class Watch(Progress):
     def start_together(self, cells: Sequence[Cell], samples: int) -> None:
         """Show what runs now, as one."""
         self.show(self.one, cells[0], samples)
-        name = f"{cells[0].method} + {cells[0].objective}"
-        self.bar.update(self.one, description=f"{name}, {len(cells)} streams"[:40])
+        self.bar.update(self.one, description=f"{_pair(cells[0])}, {len(cells)} cells"[:40])
         self.share = sum(map(self._work, cells)) / max(samples, 1)
 
     def advance(self, samples: int) -> None:
@@ -242,12 +234,12 @@ class Watch(Progress):
         return _Beside(self)
 
     def refuse(self, cell: Cell, reason: str) -> None:
-        """Count it as nothing to do."""
+        """Take it out of the work that is left."""
         task = self.bar.tasks[0]
         self.bar.update(self.all, total=max(0, (task.total or 0) - self._work(cell)))
 
     def fail(self, failure: Failure) -> None:
-        """Count it as nothing to do, and say why."""
+        """Take it out of the work that is left, and say why."""
         self.refuse(failure.cell, "")
         self.console.print(f"failed: {failure}", markup=False, soft_wrap=True)
 
@@ -261,11 +253,12 @@ class Watch(Progress):
         if not self.console.is_terminal:
             metrics = ((domain, record.result.metrics[domain]) for domain in record.result.domains)
             found = ", ".join(f"{d} {100 * m['accuracy']:.1f}" for d, m in metrics if "accuracy" in m)
-            note = " (done before)" if resumed else ""
-            count = f"[{len(self.records)}/{len(self.cells)}]"
-            self.console.print(
-                f"{count} {cell.method} + {cell.objective}, seed {cell.seed}: {found}{note}", markup=False
-            )
+            line = f"[{len(self.records)}/{len(self.cells)}] {_pair(cell)}, seed {cell.seed}: {found}"
+            self.console.print(line + " (done before)" * resumed, markup=False)
+
+
+def _pair(cell: Cell) -> str:
+    return f"{cell.method} + {cell.objective}"
 
 
 class _Beside(Progress):

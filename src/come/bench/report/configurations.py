@@ -1,4 +1,4 @@
-"""Which records may stand in one table: those of one plan."""
+"""Groups the records of a folder by plan: only those of one plan may stand in one table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED = (*Knobs.model_fields, "size", "total", "replay", "weights", "images", "
 
 
 def shared(record: Record | Failure) -> dict[str, Any]:
-    """The fields that a table is of, by name."""
+    """The fields that all records of a table have in common, by name."""
     return {name: getattr(record.cell, name) for name in SHARED}
 
 
@@ -27,21 +27,20 @@ def configurations(records: Iterable[Record]) -> list[list[Record]]:
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(json.dumps(shared(record), sort_keys=True), []).append(record)
-    return [part for group in groups.values() for part in _by_hyper(group)]
-
-
-def _by_hyper(group: Sequence[Record]) -> list[list[Record]]:
-    found: dict[str, set[str]] = {}
-    for record in group:
-        found.setdefault(record.cell.method, set()).add(_hyper(record))
-    sets = {method: sorted(values) for method, values in found.items()}
-    parts = max(map(len, sets.values()))
-
-    def chosen(record: Record, number: int) -> bool:
-        mine = sets[record.cell.method]
-        return len(mine) == 1 or (number < len(mine) and mine[number] == _hyper(record))
-
-    return [[record for record in group if chosen(record, i)] for i in range(parts)]
+    parts = []
+    for group in groups.values():
+        found: dict[str, set[str]] = {}
+        for record in group:
+            found.setdefault(record.cell.method, set()).add(_hyper(record))
+        sets = {method: sorted(values) for method, values in found.items()}
+        for i in range(max(map(len, sets.values()))):
+            chosen = {
+                (method, value)
+                for method, values in sets.items()
+                for value in (values if len(values) == 1 else values[i : i + 1])
+            }
+            parts.append([record for record in group if (record.cell.method, _hyper(record)) in chosen])
+    return parts
 
 
 def _hyper(record: Record) -> str:
@@ -52,17 +51,15 @@ def describe_configurations(groups: Sequence[Sequence[Record]]) -> list[str]:
     """What tells each group from the others: only the fields that differ, e.g. "setting lifelong, severity 5"."""
     fields = [{name.replace("_", " "): value for name, value in shared(group[0]).items()} for group in groups]
     hyper = [{f"{r.cell.method} {name}": v for r in group for name, v in r.cell.hyper.items()} for group in groups]
-    said = [""] * len(groups)
-    for facts in (hyper, fields):  # hyperparameters only where nothing else differs
+    for facts in (fields, hyper):  # hyperparameters only where nothing else differs
         names = dict.fromkeys(name for fact in facts for name in fact)
         differ = [name for name in names if len({str(fact.get(name)) for fact in facts}) > 1]
         if differ:
-            said = [", ".join(f"{name} {_said(fact.get(name))}" for name in differ) for fact in facts]
-    return said
-
-
-def _said(value: Any) -> str:
-    return "by default" if value is None else str(value)
+            break
+    return [
+        ", ".join(f"{name} {'by default' if fact.get(name) is None else fact[name]}" for name in differ)
+        for fact in facts
+    ]
 
 
 def one_configuration(records: Iterable[Record]) -> list[Record]:
@@ -76,8 +73,7 @@ def one_configuration(records: Iterable[Record]) -> list[Record]:
         raise InputError(
             "there are no records: no cell is finished; run 'come bench' first, or give another run folder"
         )
-    groups = configurations(records)
-    if len(groups) > 1:
+    if len(groups := configurations(records)) > 1:
         raise several_plans("the run", groups)
     return records
 

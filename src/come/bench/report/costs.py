@@ -1,4 +1,4 @@
-"""What methods cost, and whether their costs can be compared: only where the machine was the same and as busy."""
+"""What methods cost. Costs are compared only where the machine was the same and about as busy."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from dataclasses import dataclass
 from come.bench.record import Machine, Record
 
 LOAD = 0.5
-"""Cores that others may keep busy more in one measurement than in another."""
+"""Largest difference in cores that other programs kept busy, between measurements that are compared."""
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a method with an objective took, over all of its cells."""
 
-    seconds_per_image: float
-    """Without waiting for data."""
+    seconds_per_image: float  # without waiting for data
     seconds: float
-    waiting: float
-    """Seconds for data."""
+    waiting: float  # seconds for data
     memory_mb: float
-    used: float | None
-    """Share of the samples that drove an update."""
+    used: float | None  # share of the samples that drove an update
 
 
 def cost(records: Sequence[Record]) -> Cost:
@@ -50,13 +47,13 @@ def unlike(groups: Iterable[Sequence[Record]]) -> str:
     """Why the costs of these groups of cells are not compared; empty if they can be."""
     groups = list(groups)
     machines = [record.machine for group in groups for record in group]
-    for name, values in (
-        ("devices", {m.device for m in machines}),
-        ("numbers of threads", {str(m.threads) for m in machines}),
-        ("numbers of processes", {str(m.jobs) for m in machines}),
-        ("numbers of streams at once", {str(m.streams) for m in machines}),
+    for name, field in (
+        ("devices", "device"),
+        ("numbers of threads", "threads"),
+        ("numbers of processes", "jobs"),
+        ("numbers of cells at once", "streams"),
     ):
-        if len(values) > 1:
+        if len(values := {str(getattr(machine, field)) for machine in machines}) > 1:
             return f"they ran on different {name}: {', '.join(sorted(values))}"
     loads = [_load(group) for group in groups]
     if loads and max(loads) - min(loads) > LOAD:
@@ -75,9 +72,8 @@ def _load(group: Sequence[Record]) -> float:
 def threads(machine: Machine) -> str:
     """How much of the machine a cell was given, in words."""
     processes = f", {machine.jobs} processes at once" if machine.jobs > 1 else ""
-    return f"{machine.threads} threads{processes}" + (
-        f", {machine.streams} streams at once" if machine.streams > 1 else ""
-    )
+    cells = f", {machine.streams} cells at once" if machine.streams > 1 else ""
+    return f"{machine.threads} threads{processes}{cells}"
 
 
 def unit_of_time(found: Mapping[tuple[str, str], Cost]) -> tuple[float, str]:

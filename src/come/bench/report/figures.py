@@ -1,4 +1,4 @@
-"""The figures of a run: as files with many panels in each, and one by one for a page, where they fit on a phone."""
+"""Makes the figures of a run: files of many panels each, and single panels for the page, where they fit on a phone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration
 from come.bench.report.rates import TITLE, draw_rates, sweeps
-from come.bench.report.reading import KINDS, Reading, read
+from come.bench.report.reading import KINDS, Reading, Segment, read
 from come.bench.report.svg import inline
 from come.bench.report.tables import cut
 from come.errors import StateError, unknown
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-HEAD = 22
-"""Points above the panels of a figure, for its title."""
+HEAD = 22  # points above the panels of a figure, for its title
+MARKED = (320, 225), 38, 32  # size, left and bottom of a panel that has labels at both axes
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Panel:
     bottom: float = 31
     top: float = 19
     right: float = 14
-    names: Sequence[str] = ()
-    """What the places 0, 1, ... of the horizontal axis are, if they are no numbers."""
+    names: Sequence[str] = ()  # what the places 0, 1, ... of the horizontal axis are, if they are no numbers
 
     def put(self, figure: Figure, x: float = 0, y: float = 0) -> None:
         """Draw it with its lower left corner there."""
@@ -66,7 +66,7 @@ class Group:
     name: str
     title: str
     panels: Sequence[Panel]
-    legend: Sequence[Line2D]
+    legend: Sequence[Line2D] = ()
 
     def figure(self) -> Figure:
         """All panels in one figure, with a legend at the right."""
@@ -92,94 +92,72 @@ def new_figure(width: float, height: float) -> Figure:
 def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict[str, list[Group]]:
     """What there is to draw of a run: the whole stream, learning rates, along the streams, confidence, cost and collapse.
 
-    Args:
-        points: of each line along a stream.
+    A line along a stream has at most `points` points.
     """
-    looks = draw.looks(records)
-    lines = draw.legend_lines(looks)
-    streams, names = [], set[str]()
-    for name in dict.fromkeys(segment.name for segment in found.segments):
-        chosen = [segment for segment in found.segments if segment.name == name]
-        panels = [
-            Panel(m.title, partial(draw.draw_trajectory, segments=chosen, looks=looks, measure=m, points=points))
-            for m in draw.MEASURES
-        ]
-        streams.append(Group(f"trajectories-{_file_name(name, names)}", name, panels, lines))
-    domains = draw.overview_domains(found.pieces)
-    overview = Panel(
-        draw.overview_title(found.pieces),
-        partial(draw.draw_overview, pieces=found.pieces, looks=looks),
-        (380, 230), 30, 20 if len(domains) <= 6 else 56, names=domains,
-    )  # fmt: skip
-    reliability = [
-        Panel(title, partial(part, pieces=found.pieces, looks=looks), (320, 225), 38, 32)
-        for title, part in (("Risk against coverage", draw.draw_risk), ("Reliability", draw.draw_reliability))
-    ]
-    shares = {pair: draw.shares(found.pieces, pair) for pair in looks}
+    looks, pieces, domains = draw.looks(records), found.pieces, draw.overview_domains(found.pieces)
+    lines = draw.legend(look.line for look in looks.values())
+    shares = {pair: draw.shares(pieces, pair) for pair in looks}
+    kinds = [kind for kind in KINDS if any(kind in share for share in shares.values())]
     top = max((float(share.max()) for kinds in shares.values() for share in kinds.values()), default=100.0)
+    left = 8 + 5.2 * max(len(look.label) for look in looks.values())  # room for the names of the strips
+
+    def panel(title: str, part: Callable[..., None], *room: Any, **values: Any) -> Panel:
+        return Panel(title, partial(part, looks=looks, **values), *room)
+
+    names = set[str]()
+    streams: dict[str, list[Segment]] = {}
+    for segment in found.segments:
+        streams.setdefault(segment.name, []).append(segment)
+    along = {
+        name: [panel(m.title, draw.draw_trajectory, segments=s, measure=m, points=points) for m in draw.MEASURES]
+        for name, s in streams.items()
+    }
+    room = (380, 230), 30, 20 if len(domains) <= 6 else 56, 19, 14, domains
+    overview = panel(draw.overview_title(pieces), draw.draw_overview, *room, pieces=pieces)
+    reliability = [
+        panel("Risk against coverage", draw.draw_risk, *MARKED, pieces=pieces),
+        panel("Reliability", draw.draw_reliability, *MARKED, pieces=pieces),
+    ]
     confidence = [
         Panel(look.label, partial(draw.draw_confidence, found=shares[pair], label=look.label, top=1.05 * top))
         for pair, look in looks.items()
     ]
-    kinds = [kind for kind in KINDS if any(kind in share for share in shares.values())]
-    left = 8 + 5.2 * max(len(look.label) for look in looks.values())
+    size = 640, 15 * len(looks) + 70
     strips = [
-        Panel(
-            strips.title,
-            partial(draw.draw_timeline, pieces=found.pieces, looks=looks, strips=strips),
-            (640, 15 * len(looks) + 70), left, 8, 50,
-        )
-        for strips in draw.timelines(found.pieces)
-    ]  # fmt: skip
+        panel(one.title, draw.draw_timeline, size, left, 8, 50, pieces=pieces, strips=one)
+        for one in draw.timelines(pieces)
+    ]
     costs = [
-        Panel(
-            f"Accuracy against {of}",
-            partial(draw.draw_cost, records=records, looks=looks, of=of),
-            (320, 225),
-            38,
-            32,
-            8,
-        )
-        for of in ("time", "memory")
+        panel(f"Accuracy against {of}", draw.draw_cost, *MARKED, 8, records=records, of=of) for of in ("time", "memory")
     ]
-    swept = [
-        Panel(name, partial(draw_rates, records=records, looks=looks, name=name), (320, 225), 38, 32)
-        for name in sweeps(records)
-    ]
+    swept = [panel(name, draw_rates, *MARKED, records=records, name=name) for name in sweeps(records)]
+    of_kinds = draw.legend({"color": c, "linestyle": d, "label": k} for k in kinds for c, d, _ in [draw.KIND_STYLES[k]])
     return {
         "overview": [Group("overview", "The whole stream", [overview], lines)],
-        "rates": [Group("rates", TITLE, swept, [])] if swept else [],
-        "streams": streams,
-        "confidence": [Group("confidence", "Confidence", confidence, draw.legend_kinds(kinds))],
+        "rates": [Group("rates", TITLE, swept)] if swept else [],
+        "streams": [Group(f"trajectories-{_file_name(name, names)}", name, p, lines) for name, p in along.items()],
+        "confidence": [Group("confidence", "Confidence", confidence, of_kinds)],
         "reliability": [Group("reliability", "Risk and reliability", reliability, lines)],
         "cost": [Group("cost", "Cost", costs, lines)] if draw.can_draw_cost(records) else [],
-        "collapse": [Group("collapse", "Collapse", strips, [])],
+        "collapse": [Group("collapse", "Collapse", strips)],
     }
 
 
 def _file_name(text: str, taken: set[str]) -> str:
     """The text as a file name of sane length that no other has."""
     base = name = re.sub(r"[^A-Za-z0-9_-]+", "-", text)[:80].strip("-") or "domain"
-    number = 1
+    numbers = count(2)
     while name.lower() in taken:
-        number += 1
-        name = f"{base}-{number}"
+        name = f"{base}-{next(numbers)}"
     taken.add(name.lower())
     return name
 
 
 def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | Path, format: str = "pdf") -> list[Path]:
-    """Write all figures of a run into a folder: the same records give the same bytes.
+    """Write all figures of a run into a folder, as pdf, svg or png (200 dots per inch); the same records give the same bytes.
 
-    Args:
-        folder: where the rows of the records are.
-        records: of one plan.
-        out_dir: is made if it is not there; a symbolic link is refused.
-        format: pdf, svg, or png (200 dots per inch).
-
-    Returns:
-        the files: the whole stream; against the learning rate, where there are several; along the stream, for each of the first
-        20 segments from one reset to the next; then confidence, reliability, cost where costs can be compared, and collapse.
+    Returns the files: the whole stream; learning rates, where there are several; the first 20 segments from one reset to the
+    next; confidence, reliability, cost where costs can be compared, and collapse.
 
     Raises:
         InputError: there are no records, or they are of several plans.

@@ -1,4 +1,4 @@
-"""What a run says, in plain words: did adaptation help, what the second objective changes, where something collapsed."""
+"""The findings of a run in sentences: whether adaptation helped, what the second objective changes, what collapsed."""
 
 from __future__ import annotations
 
@@ -28,36 +28,32 @@ def ranked(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str], V
 
 
 def helped(records: Sequence[Record], judged: Judged) -> str:
-    """Did it help, against doing nothing? The best, the default method, and the two objectives; empty without a source."""
+    """Whether it helped: the best, the default method, and the two objectives; empty without a source."""
     found, names = ranked(records, judged), names_of(records)
     if not found:
         return ""
     best, default = next(iter(found)), next((pair for pair in found if pair[0].partition(":")[0] == DEFAULT), None)
-
-    def called(pair: tuple[str, str]) -> str:
-        return f"{names[pair]} (the default method)" if pair == default else names[pair]
-
-    top = found[best]
-    said = [f"{_where(records)} the unadapted model is right in {top.before:.1f}%."]
-    if top.change == "better":
-        said.append(f"{called(best)} gains the most: {_points(top)}.")
+    if default:
+        names[default] += " (the default method)"
+    top, domains = found[best], domains_of(records)
+    reset = any(True in r.result.fresh[1:] for r in records) or settings.get(records[0].cell.setting).pieces
+    if len(domains) < 2:
+        where = f"On {domains[0]}," if domains else "Here"
     else:
-        said.append(f"Nothing gains beyond chance; the first is {called(best)} {_points(top)}.")
-    if default is not None and default != best:
-        said.append(f"{called(default)} {_points(found[default])}.")
+        where = f"On the mean of {len(domains)} domains," if reset else f"Along {len(domains)} domains without a reset,"
+    said = [f"{where} the unadapted model has an accuracy of {top.before:.1f}%."]
+    if top.change == "better":
+        said.append(f"{names[best]} gains the most: {_points(top)}.")
+    else:
+        said.append(f"No gain is beyond chance; the largest is that of {names[best]}: {_points(top)}.")
+    if default and default != best:
+        said.append(f"{names[default]} {_points(found[default])}.")
     parts = [f"{SHORTER.get(o, o)} {_points(verdict)}" for o, verdict in judged.compared.items() if not verdict.reason]
     if parts:
-        over = f"On the mean of {_and(judged.over)}" if len(judged.over) > 1 else f"With {judged.over[0]}"
+        *others, last = judged.over
+        over = f"On the mean of {', '.join(others)} and {last}" if others else f"With {last}"
         said.append(f"{over}: {', '.join(parts)}.")
     return " ".join(said)
-
-
-def _where(records: Sequence[Record]) -> str:
-    domains = domains_of(records)
-    if len(domains) < 2:
-        return f"On {domains[0]}," if domains else "Here"
-    reset = any(True in r.result.fresh[1:] for r in records) or settings.get(records[0].cell.setting).pieces
-    return f"On the mean of {len(domains)} domains," if reset else f"Along {len(domains)} domains without a reset,"
 
 
 def _points(verdict: Verdict) -> str:
@@ -66,14 +62,6 @@ def _points(verdict: Verdict) -> str:
     ('+1.5 points (95% interval +1.1 to +1.9)', '+0.1 points (within chance: -0.3 to +0.5)')
     """
     return f"{verdict.points} points ({'95% interval' if verdict.found else 'within chance:'} {verdict.interval})"
-
-
-def _and(parts: Sequence[str]) -> str:
-    """
-    >>> _and(["a", "b", "c"]), _and(["a"])
-    ('a, b and c', 'a')
-    """
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def changes(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str, str], list[Verdict]]:
@@ -104,24 +92,22 @@ def effect(records: Sequence[Record], judged: Judged) -> str:
                 f"{verdict.after:.1f}% ({verdict.points} points)."
             )
         if not verdict.reason:
-            return f"{instead} changes no accuracy beyond chance; the largest change is {verdict.points} points, of {method}."
+            return f"{instead} changes no accuracy beyond chance; the largest change is {verdict.points} points, with {method}."
     return ""
 
 
 def outliers(records: Sequence[Record], judged: Judged) -> str:
     """How the first of `by_effect` tells outliers from the known classes, in a sentence; empty if there are none."""
-    keys = [(AVERAGE, "auroc_outlier"), (AVERAGE, "fpr95")]
-
-    def numbers(method: str, objective: str) -> str | None:
-        auroc, fpr95 = entries(records, method, objective, keys)
-        return None if auroc is None or fpr95 is None else f"{auroc.mean:.1f}% (FPR95 {fpr95.mean:.1f}%)"
-
+    found = {}
+    for pair in names_of(records):
+        auroc, fpr95 = entries(records, *pair, [(AVERAGE, "auroc_outlier"), (AVERAGE, "fpr95")])
+        if auroc and fpr95:
+            found[pair] = f"{auroc.mean:.1f}% (FPR95 {fpr95.mean:.1f}%)"
+    source = next((f"; the source has {text}" for (method, _), text in found.items() if method == "source"), "")
     for method, *both in by_effect(records, judged)[:1]:
-        found = {o: text for o in both if (text := numbers(method, o))}
-        source = next((text for m, o in names_of(records) if m == "source" and (text := numbers(m, o))), None)
-        if len(found) == 2:
-            said = " and ".join(f"{text} with {objective}" for objective, text in found.items())
-            return f"Outliers: {method} has an AUROC of {said}" + (f"; the source has {source}." if source else ".")
+        if all((method, o) in found for o in both):
+            said = " and ".join(f"{found[method, o]} with {o}" for o in both)
+            return f"Outliers: {method} has an AUROC of {said}{source}."
     return ""
 
 
@@ -158,9 +144,8 @@ def _tally(claims: Sequence[str]) -> str:
     if len(counts) == 1:
         every = {1: "the one method that ran with both", 2: "both methods"}.get(total, f"all {total} methods")
         return f"{next(iter(counts))} for {every}"
-    parts = [f"{word} for {n}" for word, n in counts.items()]
-    parts[0] += f" of {total} methods"
-    return ", ".join(parts[:-1]) + " and " + parts[-1]
+    first, *parts = [f"{word} for {n}" for word, n in counts.items()]
+    return ", ".join([f"{first} of {total} methods", *parts[:-1]]) + " and " + parts[-1]
 
 
 def extremes(records: Sequence[Record]) -> str:
@@ -177,30 +162,27 @@ def extremes(records: Sequence[Record]) -> str:
         f"The highest average accuracy is that of {names[best]}, {accuracies[best]:.1f}%; the lowest average FPR is that of "
         f"{names[lowest]}, {rates[lowest]:.1f}%."
     )
-    source = next((pair for pair in accuracies if pair[0] == "source" and pair in rates), None)
-    if source is not None:
-        by_belief = numbers[source][2]
-        other = (
-            f" ({by_belief.mean:.1f}% by belief, the score of COME)" if by_belief and rescored_source(records) else ""
-        )
+    for source in [pair for pair in accuracies if pair[0] == "source" and pair in rates][:1]:
+        belief = numbers[source][2] if rescored_source(records) else None
+        other = f" ({belief.mean:.1f}% by belief, the score of COME)" if belief else ""
         text += f" Without adaptation, accuracy is {accuracies[source]:.1f}% and FPR {rates[source]:.1f}%{other}."
     return text
 
 
 def collapses(pieces: Sequence[Piece]) -> list[str]:
     """Where the accuracy in the last quarter of a domain is less than half the source's there, means over seeds."""
-    ends: dict[tuple[str, ...], list[float]] = {}
+    ends: dict[tuple[str, str], list[float]] = {}
     for piece in pieces:
         values = piece.along["accuracy"]
-        pair = ("source",) if piece.pair[0] == "source" else piece.pair  # with whichever objective it ran
+        who = "" if piece.pair[0] == "source" else " + ".join(piece.pair)  # the source with any objective
         last = values[-max(1, len(values) // 4) :]
-        ends.setdefault((*pair, piece.domain), []).extend(last[np.isfinite(last)].tolist())
+        ends.setdefault((who, piece.domain), []).extend(last[np.isfinite(last)].tolist())
     found = []
-    for (*who, domain), accuracies in ends.items():
-        source = ends.get(("source", domain))
-        if len(who) == 2 and source and accuracies and fmean(accuracies) < fmean(source) / 2:
+    for (who, domain), accuracies in ends.items():
+        source = ends.get(("", domain))
+        if who and source and accuracies and fmean(accuracies) < fmean(source) / 2:
             numbers = f"{100 * fmean(accuracies):.0f}% where the source has {100 * fmean(source):.0f}%"
-            found.append(f"{' + '.join(who)} on {domain} ({numbers})")
+            found.append(f"{who} on {domain} ({numbers})")
     return found
 
 
@@ -209,12 +191,12 @@ def recoveries(records: Sequence[Record]) -> list[str]:
     found = []
     several = len({r.cell.seed for r in records}) > 1
     for record in records:
-        batches = [str(batch) for kind, batch in record.result.events if kind == "recovered"]
+        batches = ", ".join(str(batch) for kind, batch in record.result.events if kind == "recovered")
         if batches:
             domains = record.result.domains
             where = domains[0] if len(domains) == 1 else f"{domains[0]} to {domains[-1]}"
             seed = f", seed {record.cell.seed}" if several else ""
-            found.append(f"{' + '.join(record.cell.pair)} on {where}{seed} (after batch {', '.join(batches)})")
+            found.append(f"{' + '.join(record.cell.pair)} on {where}{seed} (after batch {batches})")
     return found
 
 
@@ -227,9 +209,8 @@ def missing(records: Sequence[Record]) -> Iterator[str]:
     """What the grid of these records lacks: each method and objective on each domain with each seed."""
     done = {(r.cell.pair, r.cell.seed, domain) for r in records for domain in r.result.domains}
     seeds = sorted({r.cell.seed for r in records})
-    domains = domains_of(records)
-    for pair in dict.fromkeys(r.cell.pair for r in records):
-        for domain in domains:
-            absent = [seed for seed in seeds if (pair, seed, domain) not in done]
+    for pair in names_of(records):
+        for domain in domains_of(records):
+            absent = [str(seed) for seed in seeds if (pair, seed, domain) not in done]
             if absent:
-                yield f"{' + '.join(pair)} on {domain}, seed {', '.join(map(str, absent))}"
+                yield f"{' + '.join(pair)} on {domain}, seed {', '.join(absent)}"

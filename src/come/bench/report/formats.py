@@ -1,4 +1,4 @@
-"""Tables as text: Markdown, LaTeX for a paper, CSV and JSON for other programs. Names in them may hold anything."""
+"""Writes tables as Markdown, LaTeX, CSV and JSON, and escapes the names in them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 
 from come.bench.report.tables import METRICS, Entry, Row, Table
-
-MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
-"""What Markdown would take for a mark or for HTML."""
 
 
 def to_markdown(table: Table) -> str:
@@ -31,7 +28,7 @@ def plain_markdown(text: str) -> str:
     >>> print(plain_markdown("a|b <i>"))
     a\|b \<i\>
     """
-    return MARKDOWN.sub(r"\\\1", text)
+    return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", text)
 
 
 def _bold(entry: Entry | None, form: str, escaped: Callable[[str], str], row: Row) -> str:
@@ -45,7 +42,7 @@ LATEX = {
     "[": "{[}", "]": "{]}", "*": "{*}", '"': r"\textquotedbl{}", "|": r"\textbar{}", "\n": " ", "\r": " ", "\t": " ",
     "±": r"$\pm$", "△": r"$\triangle$", "▽": r"$\triangledown$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "·": r"$\cdot$",
 }  # fmt: skip
-"""What LaTeX would take for a command, and the signs of our tables."""
+"""Characters that are commands of LaTeX, and the signs of our tables."""
 
 
 def to_latex(table: Table) -> str:
@@ -72,34 +69,30 @@ def to_latex(table: Table) -> str:
     lines = [r"\begin{table}", r"\centering"]
     lines += [rf"\caption{{{_escaped(table.title)}}}"] if table.title else []
     lines += [rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}", r"\toprule"]
-    lines += [_line(["", *map(_escaped, table.columns)]), r"\midrule"]
-    for before, row in zip((None, *table.rows), table.rows, strict=False):
-        if before is not None and before.method != row.method:
+    lines += [" & ".join(["", *map(_escaped, table.columns)]) + r" \\"]
+    before = ""
+    for row in table.rows:
+        if row.method != before or not before:
             lines.append(r"\midrule")
         name = (r"\quad " if row.name.startswith("  ") else "") + _escaped(row.name.strip())
-        lines.append(_line([name, *(_bold(e, r"\textbf{{{}}}", _escaped, row) for e in row.entries)]))
+        lines.append(" & ".join([name, *(_bold(e, r"\textbf{{{}}}", _escaped, row) for e in row.entries)]) + r" \\")
+        before = row.method
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
-
-
-def _line(cells: list[str]) -> str:
-    return " & ".join(cells) + r" \\"
 
 
 def _escaped(text: str) -> str:
     return "".join(LATEX.get(character, character) for character in text)
 
 
-NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")
 COLUMNS = ("method", "objective", "domain", "metric", "score", "mean", "spread", "seeds")
 
 
 def to_csv(table: Table) -> str:
     """One line for each number, not rounded: method, objective, domain (or "average"), metric, score, mean, spread, seeds.
 
-    The score is what samples are ranked by, see `come.metrics.SCORES`; empty where nothing is ranked.
-    Numbers are in percent, but nll is in nats and brier as it is. The spread is the standard deviation over seeds, empty
-    with one seed; the mean is empty where a cell is missing. Differences are left to whoever reads it. A name that a
-    spreadsheet would take for a formula has a single quote before it.
+    The score is what samples are ranked by, see `come.metrics.SCORES`; empty where nothing is ranked. Numbers are in percent,
+    except nll (nats) and brier. The spread is the standard deviation over seeds, empty with one; the mean is empty where a
+    cell is missing. There are no differences. A name that a spreadsheet would read as a formula gets a single quote in front.
 
     Example:
         >>> from come.bench.report.tables import Row
@@ -120,8 +113,9 @@ def _no_formula(value: str | float | None) -> str | float | None:
     >>> _no_formula("=cmd()"), _no_formula("-1"), _no_formula(-1.0)
     ("'=cmd()", '-1', -1.0)
     """
-    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t")) and not NUMBER.fullmatch(value)
-    return f"'{value}" if formula else value
+    formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t"))
+    number = formula and re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", str(value))
+    return f"'{value}" if formula and not number else value
 
 
 def to_json(table: Table) -> str:

@@ -1,15 +1,15 @@
-"""The report of a run as one page that needs nothing else: no network, no fonts, no server.
-
-The page is a template (`page.html.jinja`); here is what it is filled with, section by section.
-"""
+"""Writes the report of a run as one page that loads nothing: fills the template `page.html.jinja`, section by section."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,55 +18,31 @@ from urllib.parse import quote
 from come.bench import statistics
 from come.bench.folder import RunFolder
 from come.bench.record import Failure, Record
+from come.bench.report import findings, tables
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
-from come.bench.report.findings import (
-    by_effect,
-    changes,
-    collapses,
-    effect,
-    extremes,
-    failed,
-    headline,
-    helped,
-    missing,
-    outliers,
-    ranked,
-    recoveries,
-)
 from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
-from come.bench.report.tables import (
-    METRICS,
-    SHORT,
-    Entry,
-    Table,
-    cut,
-    domains_of,
-    metrics_table,
-    names_of,
-    objectives_of,
-    outliers_table,
-    results_table,
-    scores_note,
-)
-from come.bench.report.template import rendered
-from come.bench.report.writing import about, images, write_text
+from come.bench.report.tables import METRICS, Entry, Table, cut, domains_of, names_of
+from come.bench.report.writing import about, filled, images, write_text
 from come.bench.statistics import AVERAGE, Judged
 from come.methods import DEFAULT
 
-POINTS = 36
-"""Of each line along the stream; a panel is less than 300 points wide."""
-
-LISTED = 8
-"""Items of a list in a sentence."""
-
+POINTS = 36  # of each line along the stream; a panel is less than 300 points wide
+LISTED = 8  # items of a list in a sentence
 FULL = (10.0, 30.0)
-"""Points from the source at which a cell has its full colour: those of the farthest one, but no less and no more than these."""
+"""Points from the source at which a cell has its full colour: those of the farthest one, within these limits."""
 
 Context = dict[str, Any]
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A page from a template of this folder, with the style and the script of reports; all text in `values` is escaped."""
+    style, script = (files("come.bench.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return filled(template, style=style, script=script, digest=digest, **values)
 
 
 def write_html(
@@ -76,85 +52,85 @@ def write_html(
     command: Sequence[str] = (),
     verdicts: Judged | None = None,
 ) -> None:
-    """Write the report of a run: whole or not at all, and the same bytes for the same records.
+    """Write the report of a run as one page, the whole file or none; the same records give the same bytes.
 
     Args:
         folder: where the rows of the records are; the page links to them, relative to where it stands.
         records: of one plan.
         path: the page.
         command: what made the run, to be shown.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`, if they are at hand.
+        verdicts: of `come.bench.statistics.verdicts(folder, records)`, computed if not given.
 
     Raises:
         InputError: there are no records, or they are of several plans.
         StateError: the rows of a cell cannot be read, or the page cannot be written.
     """
     records = one_configuration(records)
-    outcome = folder.outcome(records)
+    outcome, cell = folder.outcome(records), records[0].cell
     judged = statistics.verdicts(folder, records) if verdicts is None else verdicts
     found = read(folder, records)
+    # the FPRs that verdicts are about and the records have; one if they are under one score
+    fprs = [name for name in statistics.METRICS if METRICS[name].score is not None and domains_of(records, name)]
+    fprs = fprs if records[0].result.score == "confidence" else fprs[:1]
+    by_fpr = [tables.results_table(records, metric=name, verdicts=judged) for name in fprs]
+    outside, rates = tables.outliers_table(records), rates_table(records, judged)
+    metrics = tables.metrics_table(records)
+    meanings = [(METRICS[name].column(), METRICS[name].meaning) for _, name in metrics.keys]
     with draw.drawing():
         text = rendered(
             "page.html.jinja",
-            title=f"{records[0].cell.model} on {records[0].cell.data}",
-            about=f"{about(records)}, {images(records[0].cell)}, batches of {records[0].cell.batch_size}",
+            title=f"{cell.model} on {cell.data}",
+            about=f"{about(records)}, {images(cell)}, batches of {cell.batch_size}",
             seeds=sorted({r.cell.seed for r in records}),
-            scores=scores_note(records),
+            scores=tables.scores_note(records),
             finding=_finding(records, judged, found.pieces, folder.failures()),
-            accuracy=_table(results_table(records, verdicts=judged), heat=True),
-            fprs=[_table(results_table(records, metric=name, verdicts=judged), heat=True) for name in _fprs(records)],
-            outliers=None if (outside := outliers_table(records)) is None else _table(outside, heat=True),
-            metrics=_metrics(records),
-            rates=None if (rates := rates_table(records, judged)) is None else _table(rates),
+            accuracy=_table(tables.results_table(records, verdicts=judged), heat=True),
+            fprs=[_table(table, heat=True) for table in by_fpr],
+            outliers=outside and _table(outside, heat=True),
+            metrics=_table(metrics) | {"meanings": meanings},
+            rates=rates and _table(rates),
             figures=_figures(records, found, judged),
             cost=_cost(records),
-            protocol="" if outcome is None else str(outcome),
-            setup=_setup(records, command) | {"protocol": "" if outcome is None else outcome.protocol.paragraph()},
+            protocol=str(outcome or ""),
+            setup=_setup(records, command) | {"protocol": outcome.protocol.paragraph() if outcome else ""},
             cells=_cells(folder, records, Path(path)),
         )
     write_text(path, text)
 
 
-def _fprs(records: Sequence[Record]) -> list[str]:
-    """The FPRs that verdicts are about and the records have; one if they are under one score."""
-    found = [name for name in statistics.METRICS if METRICS[name].score is not None and domains_of(records, name)]
-    return found if records[0].result.score == "confidence" else found[:1]
-
-
 def _finding(
     records: Sequence[Record], judged: Judged, pieces: Sequence[Piece], failures: Sequence[Failure]
 ) -> Context:
+    main, score = without_sweeps(records), records[0].result.score
     cards = [
-        (f"{method}: {before} → {after}", [(statistics.called(v.metric, records[0].result.score), v) for v in found])
-        for (method, before, after), found in changes(records, judged).items()
+        (f"{method}: {before} → {after}", [(statistics.called(v.metric, score), v) for v in found])
+        for (method, before, after), found in findings.changes(records, judged).items()
     ]
-    main = without_sweeps(records)
     return {
-        "helped": helped(records, judged),
+        "helped": findings.helped(records, judged),
         "gains": _gains(records, judged),
-        "headline": headline(main, judged),
-        "effect": effect(main, judged),
-        "outliers": outliers(records, judged),
-        "extremes": extremes(records),
+        "headline": findings.headline(main, judged),
+        "effect": findings.effect(main, judged),
+        "outliers": findings.outliers(records, judged),
+        "extremes": findings.extremes(records),
         "cards": cards,
         "has_source": any(piece.pair[0] == "source" for piece in pieces),
-        "collapsed": _listed(collapses(pieces)),
-        "undone": _listed(recoveries(records)),
-        "missing": _listed(missing(records)),
-        "failed": _listed(failed(failures, records)),
+        "collapsed": _listed(findings.collapses(pieces)),
+        "undone": _listed(findings.recoveries(records)),
+        "missing": _listed(findings.missing(records)),
+        "failed": _listed(findings.failed(failures, records)),
     }
 
 
 def _gains(records: Sequence[Record], judged: Judged) -> list[tuple[str, Entry, str, str, str]]:
     """By method, the largest first: its name, the gain over the source, the interval, the worst domain, and the words."""
     names, rows = names_of(records), []
-    for pair, verdict in ranked(records, judged).items():
+    for pair, verdict in findings.ranked(records, judged).items():
         by_domain = {d: v for d in domains_of(records) if (v := judged.gains.get((*pair, d, "accuracy"))) is not None}
         worst = min(by_domain, key=lambda d: by_domain[d].gain, default="")
-        at = f"{SHORT.get(worst, worst)} {by_domain[worst].points}" if len(by_domain) > 1 else ""
-        default = ", the default" * (pair[0].partition(":")[0] == DEFAULT)
-        gain = Entry(float(verdict.points), change=verdict.change)
-        rows.append((f"{names[pair]}{default}", gain, verdict.interval, at, verdict.words))
+        at = f"{tables.SHORT.get(worst, worst)} {by_domain[worst].points}" if len(by_domain) > 1 else ""
+        name = names[pair] + ", the default" * (pair[0].partition(":")[0] == DEFAULT)
+        rows.append((name, Entry(float(verdict.points), change=verdict.change), verdict.interval, at, verdict.words))
     return rows
 
 
@@ -174,27 +150,29 @@ def _table(table: Table, heat: bool = False) -> Context:
         heat: give each number a colour by how much better or worse than the source's it is.
     """
     order = sorted(range(len(table.keys)), key=lambda i: table.keys[i][0] != AVERAGE)
-    heads = []
+    heads, best = [], {}
     for i in order:
         domain, name = table.keys[i]
-        first = "ascending" if METRICS[name].lower_is_better else "descending"
-        text, tip = (
-            (table.columns[i], METRICS[name].meaning) if domain == AVERAGE else (cut(table.columns[i], 14), domain)
-        )
-        heads.append((text, first, tip))
-    best = [_best(table, i) for i in range(len(order))]
+        lower = METRICS[name].lower_is_better
+        text, tip = (table.columns[i], METRICS[name].meaning)
+        if domain != AVERAGE:
+            text, tip = cut(text, 14), domain
+        heads.append((text, "ascending" if lower else "descending", tip))
+        values = {e.printed for row in table.rows if row.ran_with and (e := row.entries[i]) is not None}
+        if lower is not None and len(values) > 1:  # none is the best of equal numbers
+            best[i] = min(values) if lower else max(values)
     shades = _shades(table) if heat else {}
     least, most = FULL
     full = max(least, min(most, 5.0 * math.ceil(max(map(abs, shades.values()), default=0.0) / 5)))
     rows, before = [], None
     for k, row in enumerate(table.rows):
-        kind = (
-            "improve again" if row.score else "improve" if not row.ran_with else "first" if row.method != before else ""
-        )
+        kind = "first" if row.method != before else ""
+        if row.score or not row.ran_with:
+            kind = "improve again" if row.score else "improve"
         cells = []
         for i in order:
             entry, shade = row.entries[i], round(100 * shades.get((k, i), 0.0) / full)
-            is_best = bool(row.ran_with and entry and _printed(entry) == best[i])
+            is_best = bool(row.ran_with and entry and entry.printed == best.get(i))
             cells.append((entry, is_best, max(-100, min(100, shade))))
         rows.append((kind, row.name.strip(), cells))
         before = row.method
@@ -221,42 +199,23 @@ def _shades(table: Table) -> dict[tuple[int, int], float]:
     return found
 
 
-def _best(table: Table, column: int) -> float | None:
-    """The best number of a column as it is printed; None if there is no better and worse, or all are equal."""
-    lower = METRICS[table.keys[column][1]].lower_is_better
-    values = {_printed(e) for row in table.rows if row.ran_with and (e := row.entries[column]) is not None}
-    return None if lower is None or len(values) < 2 else min(values) if lower else max(values)
-
-
-def _printed(entry: Entry) -> float:
-    return round(entry.mean, entry.digits)
-
-
-def _metrics(records: Sequence[Record]) -> Context:
-    table = metrics_table(records)
-    return _table(table) | {"meanings": [(METRICS[m].column, METRICS[m].meaning) for _, m in table.keys]}
-
-
 def _figures(records: Sequence[Record], found: Reading, judged: Judged) -> Context:
-    parts, number = groups(records, found, POINTS), count()
+    parts, number, looks = groups(records, found, POINTS), count(), draw.looks(records)
     domains = len({piece.domain for piece in found.pieces})
-    looks, best = draw.looks(records), [method for method, _ in ranked(records, judged)]
-    by_change = [method for method, *_ in by_effect(without_sweeps(records), judged)]
+    best = [method for method, _ in findings.ranked(records, judged)]
+    by_change = [method for method, *_ in findings.by_effect(without_sweeps(records), judged)]
     default = [method for method in best if method.partition(":")[0] == DEFAULT]
     first = dict.fromkeys(("source", *default, *best[:1], *by_change[:1]))
     place = {method: i for i, method in enumerate(dict.fromkeys((*first, *by_change)))}
-    lead = set(first) if by_change or best else {method for method, _ in looks}
+    methods = {method for method, _ in looks}
+    lead = set(first) if by_change or best else methods
+    legend = []
+    for (method, _), look in sorted(looks.items(), key=lambda item: place.get(item[0][0], len(place))):
+        sample = Panel("", partial(draw.draw_sample, look=look), (34, 10), 0, 0, 0, 0)
+        legend.append((sample.inline(next(number)), look.label, look.series, method in lead))
     return {
-        "legend": [
-            (
-                Panel("", partial(draw.draw_sample, look=look), (34, 10), 0, 0, 0, 0).inline(next(number)),
-                look.label,
-                look.series,
-                method in lead,
-            )
-            for (method, _), look in sorted(looks.items(), key=lambda item: place.get(item[0][0], len(place)))
-        ],
-        "few": len(lead) < len({method for method, _ in looks}),
+        "legend": legend,
+        "few": len(lead) < len(methods),
         "streams": [
             (g.title, [panel.inline(next(number), f", {g.title}") for panel in g.panels]) for g in parts["streams"]
         ],
@@ -271,31 +230,33 @@ def _figures(records: Sequence[Record], found: Reading, judged: Judged) -> Conte
 
 
 def _cost(records: Sequence[Record]) -> Context:
-    groups = by_pair(records)
+    groups, names = by_pair(records), names_of(records)
     found = {pair: cost(group) for pair, group in groups.items()}
     reason = unlike(groups.values())
     unit, name = unit_of_time(found)
-    ratios = not reason and "source" in name
     heads = {
         "ms": "per image, without waiting for data",
-        **({"x source": "time per image, relative to the source's"} if ratios else {}),
+        "x source": "time per image, relative to the source's",
         "peak MB": "memory",
         "used %": "samples that drove an update",
         "total s": "in all, over all cells",
         "wait s": "for data",
     }
+    if reason or "source" not in name:
+        del heads["x source"]
     rows = []
     for pair, one in found.items():
-        numbers: list[tuple[float | None, int]] = [
-            (1000 * one.seconds_per_image, 2),
-            *([(one.seconds_per_image / unit, 2)] if ratios else []),
-            (one.memory_mb, 0),
-            (None if one.used is None else 100 * one.used, 0),
-            (one.seconds, 1),
-            (one.waiting, 1),
-        ]
-        cells = [(None if value is None else Entry(value, digits=digits), False, 0) for value, digits in numbers]
-        rows.append(("first", names_of(records)[pair], cells))
+        numbers: dict[str, tuple[float | None, int]] = {
+            "ms": (1000 * one.seconds_per_image, 2),
+            "x source": (one.seconds_per_image / unit, 2),
+            "peak MB": (one.memory_mb, 0),
+            "used %": (None if one.used is None else 100 * one.used, 0),
+            "total s": (one.seconds, 1),
+            "wait s": (one.waiting, 1),
+        }
+        shown = [numbers[head] for head in heads]
+        cells = [(None if value is None else Entry(value, digits=digits), False, 0) for value, digits in shown]
+        rows.append(("first", names[pair], cells))
     return {
         "heads": [(text, "ascending", tip) for text, tip in heads.items()],
         "rows": rows,
@@ -308,13 +269,13 @@ def _cost(records: Sequence[Record]) -> Context:
 def _setup(records: Sequence[Record], command: Sequence[str]) -> Context:
     machines = [r.machine for r in records]
     loads = sorted({machine.load for machine in machines})
-    items: Mapping[str, Iterable[object]] = {
+    hyper = [f"{r.cell.method} {k}={v}" for r in records for k, v in r.cell.hyper.items()]
+    items: dict[str, Iterable[object]] = {
         **{name.replace("_", " "): [value] for name, value in shared(records[0]).items() if value is not None},
         "seeds": [", ".join(map(str, sorted({r.cell.seed for r in records})))],
-        "methods": [f"{m} ({', '.join(o)})" for m, o in objectives_of(records).items()],
+        "methods": [f"{m} ({', '.join(o)})" for m, o in tables.objectives_of(records).items()],
         "learning rates": [f"{' + '.join(r.cell.pair)} {r.result.lr:g}" for r in records if r.result.lr is not None],
-        "hyperparameters": [f"{r.cell.method} {k}={v}" for r in records for k, v in r.cell.hyper.items()]
-        or ["defaults"],
+        "hyperparameters": hyper or ["defaults"],
         "device": [f"{m.device}, {threads(m)}" for m in machines],
         "cores that other programs kept busy": [f"{min(loads):g} to {max(loads):g}" if len(loads) > 1 else loads[0]],
         "versions": [", ".join(f"{k} {v}" for k, v in m.versions.items()) for m in machines],
@@ -329,15 +290,8 @@ def _cells(folder: RunFolder, records: Sequence[Record], path: Path) -> Context:
         """Relative to the page."""
         return quote(Path(os.path.relpath(target, path.parent)).as_posix())
 
-    rows = [
-        (
-            r.key,
-            " + ".join(r.cell.pair),
-            _listed(r.result.domains),
-            r.cell.seed,
-            r.result.samples,
-            link(folder.file(r.key)),
-        )
-        for r in records
-    ]
+    rows = []
+    for r in records:
+        about = _listed(r.result.domains), r.cell.seed, r.result.samples
+        rows.append((r.key, " + ".join(r.cell.pair), *about, link(folder.file(r.key))))
     return {"rows": rows, "streams": link(folder.streams)}

@@ -1,7 +1,6 @@
-"""Panels of figures, drawn with matplotlib: along the stream, confidence, risk, cost, and where something collapsed.
+"""Draws single panels with matplotlib: functions that draw on axes, which `figures.py` puts into files and pages.
 
-A panel is a function that draws on axes; `figures.py` puts panels into files and images. matplotlib is imported when something
-is drawn.
+matplotlib is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -15,28 +14,25 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from come.bench.record import Record
-from come.bench.report.costs import by_pair, cost, unit_of_time, unlike
+from come.bench.report.costs import Cost, by_pair, cost, unit_of_time, unlike
 from come.bench.report.reading import BINS, COVERAGES, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
-from come.bench.report.tables import SHORT, cut, entries, objectives_of
+from come.bench.report.tables import cut, entries, objectives_of, short
 from come.bench.statistics import AVERAGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-INK, SOFT, FAINT = "#1d2126", "#6a7078", "#d5d9de"
-"""Text, axes and grid."""
-
+INK, SOFT, FAINT = "#1d2126", "#6a7078", "#d5d9de"  # text, axes and grid
 PALETTE = ("#0067a5", "#c94f00", "#00805e", "#a0479b", "#9a7200", "#1791b5", "#882255", "#5a5f9e")
 """Of methods; told apart with the usual colour-vision deficiencies, and by the markers without colour."""
-
 BETTER, WORSE = PALETTE[:2]
 
-DOMAINS = 200
-"""That are told apart along a stream; more would be thinner than a line."""
-
-POINTS = 10.0
-"""Of accuracy or another percentage that an axis spans at least."""
+DOMAINS = 200  # that are told apart along a stream; more would be thinner than a line
+POINTS = 10.0  # of accuracy or another percentage that an axis spans at least
+IMAGES = 60  # of which an accuracy is drawn, at least
+PIECES = 128  # points of a line of the overview, at most; a domain has one at least
+LEAST = 20  # samples in a bin of the reliability diagram, at least
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 Dash = tuple[float, tuple[float, ...]]
@@ -57,17 +53,26 @@ class Look:
     hollow: bool
 
     @property
-    def line(self) -> dict[str, Any]:
-        """Arguments of a line of matplotlib."""
-        face = "none" if self.hollow else self.colour
-        style = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markerfacecolor": face}
-        style["gid"] = self.series
-        return {**style, "markersize": 3.2, "markeredgewidth": 0.8, "linewidth": 1.3, "label": self.label}
-
-    @property
     def series(self) -> str:
         """What all that is drawn of it is called in an SVG."""
         return f"s{self.number}"
+
+    @property
+    def face(self) -> str:
+        """The colour inside its marker."""
+        return "none" if self.hollow else self.colour
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of a line of matplotlib."""
+        style = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markerfacecolor": self.face}
+        return {
+            **style,
+            **{"markersize": 3.2, "markeredgewidth": 0.8, "linewidth": 1.3, "label": self.label, "gid": self.series},
+        }
+
+
+Looks = Mapping[tuple[str, str], Look]
 
 
 def looks(records: Iterable[Record]) -> dict[tuple[str, str], Look]:
@@ -82,15 +87,16 @@ def looks(records: Iterable[Record]) -> dict[tuple[str, str], Look]:
     dashes = {**DASHES, **{o: OTHER_DASHES[i % len(OTHER_DASHES)] for i, o in enumerate(others)}}
     coloured = [method for method in by_method if method != "source"]
     for method, objectives in by_method.items():
-        number = coloured.index(method) if method in coloured else 0
-        colour = SOFT if method == "source" else PALETTE[number % len(PALETTE)]
-        marker = "o" if method == "source" else MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
+        colour, marker = SOFT, "o"
+        if method != "source":
+            number = coloured.index(method)
+            colour = PALETTE[number % len(PALETTE)]
+            marker = MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
+        alone = len(objectives) == 1 and (several or method == "source")
         for objective in objectives:
-            alone = len(objectives) == 1 and (several or method == "source")
             label = cut(method) + (f" + {cut(objective)}" if len(objectives) > 1 else "")
             dash = DOTS if alone else dashes[objective]
-            hollow = objective == "em" and not alone
-            found[method, objective] = Look(len(found), label, colour, dash, marker, hollow)
+            found[method, objective] = Look(len(found), label, colour, dash, marker, objective == "em" and not alone)
     return found
 
 
@@ -99,8 +105,7 @@ class Measure(NamedTuple):
 
     name: str
     title: str
-    least: float
-    """What the axis spans at least, so that noise does not fill it."""
+    least: float  # what the axis spans at least, so that noise does not fill it
     scale: float = 1.0
 
 
@@ -114,14 +119,9 @@ MEASURES = (
     Measure("dominant_share", "Share of the top class (%)", POINTS, 100),
 )
 
-Looks = Mapping[tuple[str, str], Look]
-
 
 def draw_trajectory(ax: Axes, segments: Sequence[Segment], looks: Looks, measure: Measure, points: int = 100) -> None:
-    """One measure along one segment: a line per method and objective, with a band of one deviation over seeds.
-
-    Where several domains follow each other, thin lines stand between them.
-    """
+    """One measure along one segment: a line per method and objective, with a band of one standard deviation over seeds."""
     shown: list[float] = []
     length = 1.0
     alpha = min(0.14, 0.35 / len(looks))  # many bands on each other would be a wall
@@ -135,22 +135,25 @@ def draw_trajectory(ax: Axes, segments: Sequence[Segment], looks: Looks, measure
         length = max(length, samples[-1])
         low = high = mean
         if spread is not None:
-            low, high = mean - measure.scale * spread[keep], mean + measure.scale * spread[keep]
+            low, high = (mean + sign * measure.scale * spread[keep] for sign in (-1, 1))
             ax.fill_between(samples, low, high, color=look.colour, alpha=alpha, linewidth=0, gid=look.series)
         every = max(1, len(samples) // 3)
         ax.plot(samples, mean, **look.line, markevery=(len(shown) // 2 % every, every))
-        settled = samples >= samples[-1] / 10
+        settled = samples >= samples[-1] / 10  # before, all numbers are of a handful of samples
         shown += [float(np.nanmin(low[settled], initial=np.inf)), float(np.nanmax(high[settled], initial=-np.inf))]
     for border in segments[0].borders[:DOMAINS]:
         ax.axvline(border, color=FAINT, linewidth=0.6, zorder=0)
-    # before the first tenth, all numbers are of a handful of samples
     ax.set(xlim=(0, length), ylim=around(shown, measure.least), xlabel="samples seen", title=measure.title)
-    ax.locator_params(axis="both", nbins=4)
-    ax.grid(axis="y")
+    _mark(ax, grid="y", bins=4)
+
+
+def _mark(ax: Axes, grid: Literal["both", "y"] = "both", bins: int = 5) -> None:
+    ax.locator_params(axis="both", nbins=bins)
+    ax.grid(axis=grid)
 
 
 def around(values: Iterable[float], least: float) -> tuple[float, float]:
-    """Limits of an axis with some room around the values; a difference that says nothing is not blown up to fill it.
+    """Limits of an axis around the values, at least so far apart: small differences must not fill it.
 
     >>> around([34.0, 36.0], 10.0)
     (30.0, 40.0)
@@ -163,10 +166,10 @@ def around(values: Iterable[float], least: float) -> tuple[float, float]:
 
 
 def draw_overview(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
-    """Accuracy along the whole stream, minus the source's at the same place where that ran.
+    """Accuracy along the whole stream, minus the source's at the same place where that ran; all domains have one width.
 
-    One domain has the same width as another. A line has a point for each eighth of a domain, or for a larger part if
-    that has less than IMAGES images; it breaks where the method was reset.
+    A line has a point for each eighth of a domain, or for a larger part if that has less than IMAGES images. It breaks where
+    the method was reset.
     """
     domains, fresh = overview_domains(pieces), {piece.domain for piece in pieces if piece.fresh}
     against = has_source(pieces)
@@ -187,10 +190,7 @@ def draw_overview(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
             shown += y
     borders = range(1, min(len(domains), DOMAINS))
     ax.vlines(borders, 0, 1, colors=FAINT, linewidth=0.6, zorder=0, transform=ax.get_xaxis_transform())
-    every = -(-len(domains) // 16)
-    ax.set_xticks(
-        [j + 0.5 for j in range(0, len(domains), every)], [cut(SHORT.get(d, d), 14) for d in domains[::every]]
-    )
+    _name_domains(ax, domains)
     many = len(domains) > 6
     ax.tick_params(axis="x", length=0, rotation=40 if many else 0)
     for text in ax.get_xticklabels():
@@ -200,11 +200,10 @@ def draw_overview(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
     ax.grid(axis="y")
 
 
-IMAGES = 60
-"""Of which an accuracy is drawn, at least."""
-
-PIECES = 128
-"""Points of a line of the overview, at most; a domain has one at least."""
+def _name_domains(ax: Axes, domains: Sequence[str]) -> None:
+    every = -(-len(domains) // 16)  # more names would run into each other
+    places = range(0, len(domains), every)
+    ax.set_xticks([j + 0.5 for j in places], [short(domains[j], 14) for j in places])
 
 
 def overview_domains(pieces: Iterable[Piece]) -> list[str]:
@@ -223,17 +222,21 @@ def has_source(pieces: Iterable[Piece]) -> bool:
     return "source" in methods and len(methods) > 1
 
 
-KIND_STYLES: Mapping[str, tuple[str, Dash, float]] = {
+KIND_STYLES: Mapping[str, tuple[str, Dash, float]] = {  # colour, dashes, and opacity of the area
     "right": (BETTER, (0.0, ()), 0.22),
     "wrong": (WORSE, DASHES["em"], 0.22),
     "outlier": (SOFT, DOTS, 0.0),
 }
-"""Colour, dashes and strength of the area of each kind of sample."""
+
+
+def _counts(pieces: Sequence[Piece], pair: tuple[str, str], kind: str) -> Numbers:
+    """How many samples of a kind have their confidence in each bin, over all domains and seeds."""
+    return sum((p.counts[kind] for p in pieces if p.pair == pair), np.zeros(BINS))
 
 
 def shares(pieces: Sequence[Piece], pair: tuple[str, str]) -> dict[str, Numbers]:
     """Of each kind of sample that there is, how many percent are in each bin of the confidence."""
-    counts = {k: sum((p.counts[k] for p in pieces if p.pair == pair), np.zeros(BINS)) for k in KINDS}
+    counts = {kind: _counts(pieces, pair, kind) for kind in KINDS}
     return {kind: 100 * found / found.sum() for kind, found in counts.items() if found.sum()}
 
 
@@ -262,8 +265,7 @@ def draw_risk(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
             shown += [float(risk.max())]
     ax.set(xlim=(0, 100), ylim=(0, max(*shown, POINTS) * 1.06), title="Risk against coverage")
     ax.set(xlabel="answered, the most confident first (%)", ylabel="wrong of these (%)")
-    ax.locator_params(axis="both", nbins=5)
-    ax.grid()
+    _mark(ax)
 
 
 def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
@@ -271,54 +273,43 @@ def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
     ax.plot([0, 100], [0, 100], color=SOFT, linewidth=0.8, zorder=1)
     centres = 100 * (np.arange(BINS // 2) + 0.5) / (BINS // 2)
     for pair, look in looks.items():
-        right, wrong = (
-            sum((p.counts[kind] for p in pieces if p.pair == pair), np.zeros(BINS)).reshape(-1, 2).sum(axis=1)
-            for kind in ("right", "wrong")
-        )
+        right, wrong = (_counts(pieces, pair, kind).reshape(-1, 2).sum(axis=1) for kind in ("right", "wrong"))
         enough = right + wrong >= LEAST
         if enough.any():
-            shares = 100 * right[enough] / (right + wrong)[enough]
-            ax.plot(centres[enough], shares, **look.line, markevery=(look.number % 3, 3))
+            accuracy = 100 * right[enough] / (right + wrong)[enough]
+            ax.plot(centres[enough], accuracy, **look.line, markevery=(look.number % 3, 3))
     ax.set(xlim=(0, 100), ylim=(0, 100), title="Reliability", xlabel="confidence (%)", ylabel="accuracy (%)")
-    ax.locator_params(axis="both", nbins=5)
-    ax.grid()
+    _mark(ax)
 
 
-LEAST = 20
-"""Samples in a bin of which an accuracy is drawn."""
+def _costs(records: Sequence[Record]) -> dict[tuple[str, str], tuple[Cost, float]]:
+    """Cost and average accuracy of what ran on all domains."""
+    found = {
+        pair: (cost(group), entries(records, *pair, [(AVERAGE, "accuracy")])[0])
+        for pair, group in by_pair(records).items()
+    }
+    return {pair: (one, accuracy.mean) for pair, (one, accuracy) in found.items() if accuracy is not None}
 
 
 def can_draw_cost(records: Sequence[Record]) -> bool:
     """Whether costs can be compared, and something ran on all domains, so that it has an accuracy to set them against."""
-    groups = by_pair(records)
-    return not unlike(groups.values()) and any(_accuracy(records, pair) is not None for pair in groups)
-
-
-def _accuracy(records: Sequence[Record], pair: tuple[str, str]) -> float | None:
-    (entry,) = entries(records, *pair, [(AVERAGE, "accuracy")])
-    return None if entry is None else entry.mean
+    return not unlike(by_pair(records).values()) and bool(_costs(records))
 
 
 def draw_cost(ax: Axes, records: Sequence[Record], looks: Looks, of: Literal["time", "memory"]) -> None:
     """Accuracy against time or memory; a thin line joins the objectives of one method."""
-    found = {pair: cost(group) for pair, group in by_pair(records).items()}
-    unit, label = unit_of_time(found) if of == "time" else (1.0, "peak memory (MB)")
-    at = {}
-    for pair, one in found.items():
-        accuracy = _accuracy(records, pair)
-        if accuracy is not None:
-            at[pair] = (one.seconds_per_image if of == "time" else one.memory_mb) / unit, accuracy
-    for pair, (x, y) in at.items():
+    unit, label, at = 1.0, "peak memory (MB)", _costs(records)
+    if of == "time":
+        unit, label = unit_of_time({pair: cost(group) for pair, group in by_pair(records).items()})
+    points = {p: ((c.seconds_per_image if of == "time" else c.memory_mb) / unit, y) for p, (c, y) in at.items()}
+    for pair, (x, y) in points.items():
         look = looks[pair]
-        ends = [point for other, point in at.items() if other[0] == pair[0]]
+        ends = [point for other, point in points.items() if other[0] == pair[0]]
         ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.8, alpha=0.3, zorder=1)
-        said = f"{look.label}: {y:.1f}%, {label} {x:.3g}"
-        ax.plot([x], [y], **look.line | {"markersize": 6, "label": said})
-    xs, ys = zip(*at.values(), strict=True)
-    ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS))
-    ax.set(xlabel=label, ylabel="accuracy (%)")
-    ax.locator_params(axis="both", nbins=5)
-    ax.grid()
+        ax.plot([x], [y], **look.line | {"markersize": 6, "label": f"{look.label}: {y:.1f}%, {label} {x:.3g}"})
+    xs, ys = zip(*points.values(), strict=True)
+    ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS), xlabel=label, ylabel="accuracy (%)")
+    _mark(ax)
 
 
 class Strips(NamedTuple):
@@ -328,8 +319,7 @@ class Strips(NamedTuple):
     title: str
     ends: tuple[str, str]
     limits: tuple[float, float]
-    colours: tuple[tuple[float, str, float], ...]
-    """Place from 0 to 1, colour, and how strong: nothing where nothing went wrong, which fits light and dark."""
+    colours: tuple[tuple[float, str, float], ...]  # place from 0 to 1, colour, opacity: 0 where nothing went wrong
 
 
 STRIPS = (
@@ -348,7 +338,7 @@ def timelines(pieces: Sequence[Piece]) -> list[Strips]:
 
 def draw_timeline(ax: Axes, pieces: Sequence[Piece], looks: Looks, strips: Strips) -> None:
     """A strip per method and objective, along the first domains one after the other; strong colour is where it went wrong."""
-    domains = list(dict.fromkeys(piece.domain for piece in pieces))[:DOMAINS]
+    domains = overview_domains(pieces)
     pairs = [pair for pair in looks if pair[0] != "source" or strips.name != "relative"]
     values = _strips(pieces, strips.name)
     picture = np.full((len(pairs), PARTS * len(domains)), np.nan)
@@ -361,10 +351,7 @@ def draw_timeline(ax: Axes, pieces: Sequence[Piece], looks: Looks, strips: Strip
                 picture[row, column * PARTS : (column + 1) * PARTS] = np.mean(here, axis=0)
     _draw_colours(ax, picture, strips, (0, len(domains), len(pairs), 0))
     ax.set_yticks([i + 0.5 for i in range(len(pairs))], [looks[pair].label for pair in pairs])
-    every = -(-len(domains) // 16)  # more names would run into each other
-    ax.set_xticks(
-        [j + 0.5 for j in range(0, len(domains), every)], [cut(SHORT.get(d, d), 14) for d in domains[::every]]
-    )
+    _name_domains(ax, domains)
     ax.xaxis.tick_top()
     ax.tick_params(length=0, labelsize=8)
     ax.hlines(range(1, len(pairs)), 0, len(domains), colors=FAINT, linewidth=0.5)
@@ -392,35 +379,23 @@ def _draw_colours(ax: Axes, values: Numbers, strips: Strips, extent: tuple[float
 
 def _strips(pieces: Sequence[Piece], name: str) -> dict[tuple[tuple[str, str], str], list[Numbers]]:
     """By method and objective and domain: PARTS values for each seed."""
-    source = {(p.domain, p.seed): p.along["accuracy"] for p in pieces if p.pair[0] == "source"}
+    column = "dominant_share" if name == "share" else "accuracy"
+    values = [piece.along[column][np.arange(PARTS) * len(piece.along[column]) // PARTS] for piece in pieces]
+    source = {(p.domain, p.seed): v for p, v in zip(pieces, values, strict=True) if p.pair[0] == "source"}
     found: dict[tuple[tuple[str, str], str], list[Numbers]] = {}
-    for piece in pieces:
-        value = _repeated(piece.along["dominant_share" if name == "share" else "accuracy"])
-        if name == "relative":
-            if (piece.domain, piece.seed) not in source:
-                continue
-            value = value - _repeated(source[piece.domain, piece.seed])
-        found.setdefault((piece.pair, piece.domain), []).append(value)
+    for piece, value in zip(pieces, values, strict=True):
+        place = piece.domain, piece.seed
+        if name != "relative" or place in source:
+            value = value - source[place] if name == "relative" else value
+            found.setdefault((piece.pair, piece.domain), []).append(value)
     return found
 
 
-def _repeated(values: Numbers) -> Numbers:
-    """PARTS values, each repeated as needed."""
-    return values[np.arange(PARTS) * len(values) // PARTS]
-
-
-def legend_lines(looks: Looks) -> list[Line2D]:
+def legend(styles: Iterable[Mapping[str, Any]]) -> list[Line2D]:
     """A sample of each line, for a legend."""
     from matplotlib.lines import Line2D
 
-    return [Line2D([], [], **look.line) for look in looks.values()]
-
-
-def legend_kinds(kinds: Iterable[str]) -> list[Line2D]:
-    """The same of kinds of samples."""
-    from matplotlib.lines import Line2D
-
-    return [Line2D([], [], color=KIND_STYLES[k][0], linestyle=KIND_STYLES[k][1], label=k) for k in kinds]
+    return [Line2D([], [], **style) for style in styles]
 
 
 def draw_sample(ax: Axes, look: Look) -> None:
@@ -434,17 +409,16 @@ def draw_sample(ax: Axes, look: Look) -> None:
     ax.plot([1, 33], [5, 5], color=look.colour, linestyle=look.dash, linewidth=1.3, clip_on=False)
     marker = MarkerStyle(look.marker)
     path = marker.get_path().transformed(marker.get_transform() + Affine2D().scale(3.6).translate(17, 5))
-    face = "none" if look.hollow else look.colour
-    ax.add_patch(PathPatch(path, facecolor=face, edgecolor=look.colour, linewidth=0.8, clip_on=False))
+    ax.add_patch(PathPatch(path, facecolor=look.face, edgecolor=look.colour, linewidth=0.8, clip_on=False))
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """The style of all figures, for the length of a block; what matplotlib had set before comes back behind it."""
+    """A block with the style of all figures; matplotlib's settings are restored after it."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        # a name in an alphabet that the font lacks is drawn as boxes in PDF and PNG; SVG uses the reader's fonts
+        # PDF and PNG show boxes for alphabets that the font lacks; SVG uses the reader's fonts
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from font", category=UserWarning)
         yield
 
@@ -459,6 +433,5 @@ STYLE: Any = {
     "axes.unicode_minus": True, "svg.fonttype": "none", "svg.hashsalt": "come", "pdf.fonttype": 42, "path.simplify": True,
 }  # fmt: skip
 
-
 NO_DATE: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
-"""What keeps the time of writing out of a file."""
+"""Metadata that keep the time of writing out of a file."""

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from come.bench.record import Record
 from come.bench.report.panels import POINTS, Looks, around
-from come.bench.report.tables import Entry, Row, Table, entries, improvement, objectives_of
+from come.bench.report.tables import Line, Row, Table, entries, objectives_of, rows_of
 from come.bench.statistics import AVERAGE, Judged
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ACCURACY = ((AVERAGE, "accuracy"),)
+ACCURACY = (AVERAGE, "accuracy")
 TITLE = "Average accuracy (%) against the learning rate"
 
 
@@ -30,7 +30,7 @@ def sweeps(records: Iterable[Record]) -> dict[str, dict[float, str]]:
 
 
 def without_sweeps(records: Iterable[Record]) -> list[Record]:
-    """The records but for those of other learning rates than the method's own, where it ran with that too."""
+    """The records except those of other learning rates than the method's own, where it ran with that too."""
     records = list(records)
     ran, found = {record.cell.method for record in records}, sweeps(records)
     further = {m for name, rates in found.items() if name in ran for m in rates.values()} - found.keys()
@@ -38,49 +38,40 @@ def without_sweeps(records: Iterable[Record]) -> list[Record]:
 
 
 def rates_table(records: Sequence[Record], verdicts: Judged | None = None) -> Table | None:
-    """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep.
-
-    Args:
-        records: of one plan.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`.
-    """
-    found = sweeps(records)
+    """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep."""
+    found, objectives, judged = sweeps(records), objectives_of(records), verdicts or Judged()
     if not found:
         return None
     rates = sorted({rate for by_rate in found.values() for rate in by_rate})
-    objectives, judged = objectives_of(records), verdicts or Judged()
     rows = [Row("source", "", _accuracy(records, ["source"] * len(rates), o), o) for o in objectives.get("source", ())]
     for name, by_rate in found.items():
         methods = [by_rate.get(rate, "") for rate in rates]
-        both = list(dict.fromkeys(o for method in by_rate.values() for o in objectives[method]))
-        lines = [_accuracy(records, methods, objective) for objective in both]
-        rows += [Row(name, o if len(both) > 1 else "", line, o) for o, line in zip(both, lines, strict=True)]
-        if len(both) == 2:
-            changes = (judged.changes.get((method, both[1], *ACCURACY[0])) for method in methods)
-            rows.append(Row(name, "improve", tuple(map(improvement, *lines, changes, ["accuracy"] * len(rates)))))
+        both = dict.fromkeys(o for method in by_rate.values() for o in objectives[method])
+        changes = [judged.changes.get((method, [*both][-1], *ACCURACY)) for method in methods]
+        rows += rows_of(name, {o: _accuracy(records, methods, o) for o in both}, changes, ["accuracy"] * len(rates))
     heads = tuple(f"lr {rate:g}" for rate in rates)
     return Table(TITLE, heads, tuple(rows), tuple((head, "accuracy") for head in heads))
 
 
-def _accuracy(records: Sequence[Record], methods: Iterable[str], objective: str) -> tuple[Entry | None, ...]:
-    return tuple(entries(records, method, objective, ACCURACY)[0] for method in methods)
+def _accuracy(records: Sequence[Record], methods: Iterable[str], objective: str) -> Line:
+    return tuple(entries(records, method, objective, [ACCURACY])[0] for method in methods)
 
 
 def draw_rates(ax: Axes, records: Sequence[Record], looks: Looks, name: str) -> None:
     """Average accuracy of a method against its learning rate, a line per objective; the source model is level."""
     rates = sweeps(records)[name]
-    first = name if name in rates.values() else next(iter(rates.values()))  # whose look the others take
+    first = name if name in rates.values() else next(iter(rates.values()))  # the others take its look
     shown: list[float] = []
     for (method, objective), look in looks.items():
-        if method == first:
-            line = _accuracy(records, rates.values(), objective)
-            shown += [entry.mean for entry in line if entry is not None]
-            style = look.line | {"markersize": 5, "label": f"{name} + {objective}"}
-            ax.plot(list(rates), [math.nan if entry is None else entry.mean for entry in line], **style)
-        elif method == "source":
-            (source,) = _accuracy(records, ["source"], objective)
-            shown += [] if source is None else [source.mean]
-            ax.axhline(math.nan if source is None else source.mean, **look.line | {"marker": ""})
+        if method not in (first, "source"):
+            continue
+        line = _accuracy(records, ["source"] if method == "source" else rates.values(), objective)
+        values = [math.nan if entry is None else entry.mean for entry in line]
+        shown += values
+        if method == "source":
+            ax.axhline(values[0], **look.line | {"marker": ""})
+        else:
+            ax.plot(list(rates), values, **look.line | {"markersize": 5, "label": f"{name} + {objective}"})
     ax.set(xscale="log", ylim=around(shown, POINTS), xlabel="learning rate", ylabel="accuracy (%)", title=name)
     ax.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
     ax.minorticks_off()

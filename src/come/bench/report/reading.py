@@ -1,9 +1,9 @@
-"""What is drawn of a run: the rows of each cell, read once and reduced to a few hundred numbers."""
+"""Reads the rows of each cell once, and reduces them to the few hundred numbers that figures show."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,38 +18,24 @@ from come.metrics import PROBABILITIES, SCORES, accuracy, dominant_share, risk_b
 
 Numbers = npt.NDArray[np.float64]
 
-KINDS = ("right", "wrong", "outlier")
-"""Samples with their label predicted, with another, and with none."""
-
-BINS = 30
-"""Of the confidence, from 0 to 1; two of them are one of the calibration error."""
-
-COVERAGES = np.linspace(0.025, 1, 40)
-"""At which the risk is read."""
-
-PARTS = 24
-"""Into which a domain is cut to show how it went, at most."""
-
-MOST = 20
-"""Segments that are drawn; a page has up to 100 kB for each."""
+KINDS = ("right", "wrong", "outlier")  # predicted right, predicted wrong, without a label
+BINS = 30  # of the confidence, from 0 to 1; two of them are one bin of the calibration error
+COVERAGES = np.linspace(0.025, 1, 40)  # at which the risk is read
+PARTS = 24  # a domain is cut into at most so many, to show how it went
+MOST = 20  # segments that are drawn; a page has up to 100 kB for each
 
 
 @dataclass(frozen=True)
 class Piece:
     """One domain of one finished cell."""
 
-    pair: tuple[str, str]
-    """Method and objective."""
+    pair: tuple[str, str]  # method and objective
     seed: int
     domain: str
-    fresh: bool
-    """Whether the method was reset before it."""
-    counts: Mapping[str, Numbers]
-    """For each of KINDS, how many samples have their confidence in each bin."""
-    risk: Numbers
-    """The error among the most confident samples, at each of COVERAGES."""
-    along: Mapping[str, Numbers]
-    """Accuracy and share of the top class in each of up to PARTS equal parts."""
+    fresh: bool  # whether the method was reset before it
+    counts: Mapping[str, Numbers]  # how many samples of each of KINDS have their confidence in each bin
+    risk: Numbers  # error among the most confident samples, at each of COVERAGES
+    along: Mapping[str, Numbers]  # accuracy and share of the top class in each of up to PARTS equal parts
 
 
 @dataclass(frozen=True)
@@ -59,66 +45,52 @@ class Segment:
     pair: tuple[str, str]
     seed: int
     name: str
-    path: Mapping[str, Numbers]
-    """`come.metrics.trajectory`, with means over a tenth of the segment."""
-    borders: tuple[int, ...]
-    """Samples after which the next domain begins."""
+    path: Mapping[str, Numbers]  # `come.metrics.trajectory`, with means over a tenth of the segment
+    borders: tuple[int, ...]  # samples after which the next domain begins
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was found in the rows of a run, in the order of its records."""
+    """What the rows of a run hold, in the order of its records."""
 
     pieces: Sequence[Piece]
-    segments: Sequence[Segment]
-    """Of MOST names."""
-    names: Sequence[str]
-    """Of all segments."""
+    segments: Sequence[Segment]  # of the first MOST names
+    names: Sequence[str]  # of all segments
 
 
 def read(folder: RunFolder, records: Iterable[Record]) -> Reading:
-    """Read the rows of all records; a domain without samples has nothing to show and is left out."""
+    """Read the rows of all records; domains without samples are left out."""
     pieces: list[Piece] = []
     segments: list[Segment] = []
     names: dict[str, int] = {}
     for record in records:
-        cell, domains = record.cell, record.result.domains
+        cell, domains, score = record.cell, record.result.domains, record.result.score
         parts = by_domain(folder.rows(record.key), len(domains))
-        for numbers, name in _between_resets(record):
-            chosen = {domains[i]: parts[i] for i in numbers if parts[i]}
+        resets = [i for i, fresh in enumerate(record.result.fresh) if fresh or not i]
+        for begin, end in pairwise([*resets, len(domains)]):
+            chosen = {domains[i]: parts[i] for i in range(begin, end) if parts[i]}
             if not chosen:
                 continue
+            name = domains[begin]
+            if end - begin > 1:
+                name += f" to {domains[end - 1]}, {end - begin} domains without a reset"
             if names.setdefault(name, len(names)) < MOST:
                 whole = {column: torch.cat([part[column] for part in chosen.values()]) for column in COLUMNS}
                 window = max(cell.batch_size, len(whole["label"]) // 10)
-                path = trajectory(whole, batch_size=cell.batch_size, window=window, score=record.result.score)
+                found = trajectory(whole, batch_size=cell.batch_size, window=window, score=score)
+                path = {column: values.double().numpy() for column, values in found.items()}
                 borders = tuple(accumulate(len(part["label"]) for part in chosen.values()))[:-1]
-                numpy = {column: values.double().numpy() for column, values in path.items()}
-                segments.append(Segment(cell.pair, cell.seed, name, numpy, borders))
-            score = record.result.score
+                segments.append(Segment(cell.pair, cell.seed, name, path, borders))
             for place, (domain, part) in enumerate(chosen.items()):
-                counts, along = _counts(part, score), _along(part, cell.batch_size)
-                pieces.append(Piece(cell.pair, cell.seed, domain, not place, counts, _risk(part, score), along))
+                numbers = _counts(part, score), _risk(part, score), _along(part, cell.batch_size)
+                pieces.append(Piece(cell.pair, cell.seed, domain, not place, *numbers))
     return Reading(pieces, segments, list(names))
 
 
-def _between_resets(record: Record) -> Iterator[tuple[list[int], str]]:
-    """The numbers of the domains from each reset to the next, and a name for them."""
-    domains, fresh = record.result.domains, record.result.fresh
-    begins = [i for i, is_fresh in enumerate(fresh) if is_fresh or not i]
-    for begin, end in zip(begins, [*begins[1:], len(domains)], strict=True):
-        one = end - begin == 1
-        name = (
-            domains[begin] if one else f"{domains[begin]} to {domains[end - 1]}, {end - begin} domains without a reset"
-        )
-        yield list(range(begin, end)), name
-
-
 def _counts(rows: Rows, score: str) -> dict[str, Numbers]:
-    outlier = rows["label"] < 0
-    right = rows["prediction"] == rows["label"]
+    outlier, right = rows["label"] < 0, rows["prediction"] == rows["label"]
     masks = dict(zip(KINDS, (right & ~outlier, ~right & ~outlier, outlier), strict=True))
-    # an energy or an entropy has no bins from 0 to 1
+    # energy and entropy have no bins from 0 to 1
     confidence = SCORES[score if score in PROBABILITIES else "confidence"](rows).clamp(0, 1)
     return {kind: np.histogram(confidence[m].numpy(), BINS, (0, 1))[0].astype(float) for kind, m in masks.items()}
 
@@ -132,18 +104,17 @@ def _risk(rows: Rows, score: str) -> Numbers:
 def _along(rows: Rows, batch_size: int) -> dict[str, Numbers]:
     size = len(rows["label"])
     parts = min(PARTS, -(-size // batch_size))
-    found: dict[str, list[float]] = {"accuracy": [], "dominant_share": []}
+    found = []
     for begin, end in pairwise(size * i // parts for i in range(parts + 1)):
-        prediction, label = rows["prediction"][begin:end], rows["label"][begin:end]
-        found["accuracy"].append(accuracy(prediction, label))
-        found["dominant_share"].append(dominant_share(prediction))
-    return {name: np.array(values) for name, values in found.items()}
+        prediction = rows["prediction"][begin:end]
+        found.append((accuracy(prediction, rows["label"][begin:end]), dominant_share(prediction)))
+    return dict(zip(("accuracy", "dominant_share"), np.array(found).T, strict=True))
 
 
 def over_seeds(segments: Sequence[Segment], name: str) -> tuple[Numbers, Numbers, Numbers | None]:
     """Samples seen, the mean over seeds of a column of the paths there, and its deviation with several seeds."""
     samples = segments[0].path["samples"]
-    # a stream with unreadable images is a little shorter than the others
+    # unreadable images make one stream a little shorter than the others
     values = np.stack([np.interp(samples, one.path["samples"], one.path[name]) for one in segments])
     values[~np.isfinite(values)] = np.nan
     return samples, values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else None

@@ -1,6 +1,6 @@
-"""A figure as SVG inside a page: in the colours of its theme, with series that its script finds and values that it reads.
+"""Turns a figure of matplotlib into SVG for a page: colours of its theme, named series, and axes that its script can read.
 
-matplotlib draws; what is here takes out what a page has no use for, which is most of the bytes. Texts are escaped anew.
+What a page has no use for is taken out, which is most of the bytes. Texts are escaped anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {INK: "ink", SOFT: "soft", FAINT: "faint", **{colour: f"c{i}" for i, colour in enumerate(PALETTE)}}
-"""The variables in `page.css` that take the place of the colours."""
+"""The variables of `page.css` that replace the colours."""
 
 NEEDLESS = re.compile(r"font-family: 'DejaVu Sans'; |stroke-dashoffset: 0; |stroke-linecap: square; |(?<=\d\.\d\d)\d+")
 """In attributes: what the style of the page says, what is the default, and digits that nobody sees."""
@@ -34,10 +34,10 @@ def inline(figure: Figure, number: int, label: str, names: Sequence[str] = ()) -
     """The figure as an element of a page.
 
     What was drawn with a `gid` is in groups with that as `data-series`, and its label as the title that a pointer shows.
-    `data-x` and `data-y` have what turns a place into a value: the ends of the axis in points, its limits there, and its scale.
+    `data-x` and `data-y` turn a place into a value: the ends of the axis in points, its limits there, and its scale.
 
     Args:
-        number: of the figure in the page; it keeps names apart.
+        number: of the figure in the page; it keeps ids apart.
         label: what a screen reader says of it.
         names: what the places 0, 1, ... of the horizontal axis are, if they are no numbers.
     """

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from come.bench.record import Record
 from come.bench.report.configurations import one_configuration
-from come.bench.statistics import AVERAGE, Judged, Verdict, Verdicts
+from come.bench.statistics import AVERAGE, Judged, Verdict
 from come.errors import InputError
 
 SHORT = {
@@ -31,21 +31,15 @@ class Metric:
 
     head: str
     meaning: str
-    lower_is_better: bool | None = False
-    """None where neither is: the number describes, and is not judged."""
+    lower_is_better: bool | None = False  # None for a number that describes, and is not judged
     percent: bool = True
     score: str | None = None
-    """What it ranks samples by: None if it ranks none, "" for the score of the record, else that one whatever the record's."""
+    """What it ranks samples by: None if it ranks none, "" for the score of the record, else always that one."""
 
-    @property
-    def column(self) -> str:
-        """The head of its column, with an arrow towards the better values."""
-        return self.under("confidence")
-
-    def under(self, score: str) -> str:
-        """The same, with the score of the record if that is not the published convention."""
-        named = f"{self.head} {score}" if self.score == "" and score != "confidence" else self.head
-        return named + {True: "↓", False: "↑", None: ""}[self.lower_is_better]
+    def column(self, score: str = "confidence") -> str:
+        """The head of its column: with the score of the record if that is not the published one, and an arrow to the better."""
+        head = f"{self.head} {score}" if self.score == "" and score != "confidence" else self.head
+        return head + {True: "↓", False: "↑", None: ""}[self.lower_is_better]
 
 
 METRICS: Mapping[str, Metric] = {
@@ -82,23 +76,37 @@ class Entry:
 
     mean: float
     spread: float | None = None
-    change: str = ""
-    """"", or for a gain: "better", "worse", or "same" where no difference was found."""
+    change: str = ""  # for a gain: "better", "worse", or "same" where no difference was found
     digits: int = 1
     seeds: int = 1
-    signed: bool = False
-    """A difference that nobody has judged."""
+    signed: bool = False  # a difference that nobody has judged
+
+    @classmethod
+    def over(cls, values: Sequence[float], digits: int = 1, signed: bool = False) -> Entry:
+        """The mean of one value for each seed, and their standard deviation."""
+        spread = stdev(values) if len(values) > 1 else None
+        return cls(fmean(values), spread, "", digits, len(values), signed)
+
+    @property
+    def printed(self) -> float:
+        """The mean, rounded as it is shown."""
+        return round(self.mean, self.digits)
 
     def __str__(self) -> str:
         """As it is printed: 52.1, 52.1±0.3, and for a gain △1.2, ▽0.6, +0.1; signed +1.2±0.3."""
         if self.change == "same":
             return f"{self.mean + 0.0:+.{self.digits}f}"
-        mark = {"": "", "better": "△", "worse": "▽"}[self.change]
-        if self.signed:
-            mean = f"{round(self.mean, self.digits) + 0.0:+.{self.digits}f}"
+        if self.change:
+            mean = f"{'△' if self.change == 'better' else '▽'}{abs(self.mean):.{self.digits}f}"
+        elif self.signed:
+            mean = f"{self.printed + 0.0:+.{self.digits}f}"
         else:
-            mean = f"{mark}{abs(self.mean) if mark else self.mean:.{self.digits}f}"
+            mean = f"{self.mean:.{self.digits}f}"
         return mean if self.spread is None else f"{mean}±{self.spread:.{self.digits}f}"
+
+
+Line = tuple[Entry | None, ...]
+Key = tuple[str, str]  # a domain, or "average", and a metric
 
 
 @dataclass(frozen=True)
@@ -106,13 +114,10 @@ class Row:
     """One line of a table; None where there is no number."""
 
     method: str
-    objective: str
-    """As it is shown: empty if the method ran with one only, and "improve" for a difference."""
-    entries: tuple[Entry | None, ...]
-    ran_with: str = ""
-    """The objective of the run; empty for a difference."""
-    score: str = ""
-    """For a line that repeats the one above it under another score: which."""
+    objective: str  # as it is shown: empty if the method ran with one only, and "improve" for a difference
+    entries: Line
+    ran_with: str = ""  # the objective of the run; empty for a difference
+    score: str = ""  # of a line that repeats the one above it under another score
 
     @property
     def name(self) -> str:
@@ -126,15 +131,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads, and rows."""
+    """A title, column heads with what each is about, and rows."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    keys: tuple[tuple[str, str], ...]
-    """For each column its domain, or "average", and its metric."""
-    score: str = "confidence"
-    """What "fpr" and other rates rank samples by, a name in `come.metrics.SCORES`."""
+    keys: tuple[Key, ...]
+    score: str = "confidence"  # what "fpr" and other rates rank samples by, a name in `come.metrics.SCORES`
 
 
 def results_table(
@@ -143,15 +146,10 @@ def results_table(
     """A metric for each domain, then its average; mean and deviation over seeds.
 
     Beside the average accuracy stands the average FPR: as published, each objective by its own confidence, and by softmax for
-    all of them; under the source, its FPR by belief shows what the change of the score alone does. Records under one score
-    (`RunFolder.rescored`) have one FPR. The "Improve" row under two objectives of one method is what the second one gains, of
-    the means: positive is better in every column. With verdicts, "Gain" is that of the accuracy over the source, and △ marks
-    what is better beyond chance, ▽ what is worse.
-
-    Args:
-        records: of one plan; see `configurations`.
-        metric: a name in `METRICS` that the records have.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`.
+    all of them; under the source, its FPR by belief shows what the score alone changes. Records under one score
+    (`RunFolder.rescored`) have one FPR. The "Improve" row is what the second objective of a method gains over the first:
+    positive is better in every column. With verdicts (`come.bench.statistics.verdicts`), "Gain" is that of the accuracy over
+    the source, △ marks what is better beyond chance, and ▽ what is worse.
 
     Raises:
         InputError: there are no records, they are of several plans, or none of them has the metric.
@@ -161,29 +159,24 @@ def results_table(
     if metric not in METRICS or metric not in there | {"accuracy"}:
         known = ", ".join(name for name in METRICS if name in there) or "no metric"
         raise InputError(f"no table of {metric!r}: the records have {known}")
-    domains = domains_of(records)
     averages = [metric]
     if metric in ("accuracy", "fpr"):
-        beside = ("fpr", "fpr_softmax") if _as_published(records) and "fpr_softmax" in there else ("fpr",)
-        gain = ("gain",) if metric == "accuracy" and verdicts and verdicts.gains else ()
-        averages = list(dict.fromkeys((metric, *gain, *beside)))
-    keys = [*((d, metric) for d in domains), *((AVERAGE, m) for m in averages)]
-    heads = [*(cut(SHORT.get(d, d)) for d in domains), *(METRICS[m].under(records[0].result.score) for m in averages)]
-    rows = _with_rescored_source(records, keys, _rows(records, keys, verdicts or Judged()))
-    return Table(title, tuple(heads), rows, tuple(keys), records[0].result.score)
+        averages += ["gain"] if metric == "accuracy" and verdicts and verdicts.gains else []
+        averages += ["fpr"] if metric == "accuracy" else []
+        averages += ["fpr_softmax"] if _as_published(records) and "fpr_softmax" in there else []
+    keys = [*((d, metric) for d in domains_of(records)), *((AVERAGE, m) for m in averages)]
+    table = _table(records, title, keys, verdicts or Judged(), records[0].result.score)
+    return replace(table, rows=_with_rescored_source(records, keys, table.rows))
 
 
 def metrics_table(records: Iterable[Record], title: str = "") -> Table:
     """All metrics that the records have, each averaged over the domains; without Improve rows."""
     records = one_configuration(records)
     found = [metrics for r in records for metrics in r.result.metrics.values()]
-    keys = [
-        (AVERAGE, name)
-        for name in METRICS
-        if any(m.get(name) if name == "diverged" else name in m for m in found)  # it is news only where it happened
-    ]
-    rows = tuple(row for row in _rows(records, keys, Judged()) if row.ran_with)
-    return Table(title, tuple(METRICS[m].column for _, m in keys), rows, tuple(keys), records[0].result.score)
+    # "diverged" is news only where it happened
+    there = [n for n in METRICS if any(m.get(n) if n == "diverged" else n in m for m in found)]
+    table = _table(records, title, [(AVERAGE, name) for name in there])
+    return replace(table, rows=tuple(row for row in table.rows if row.ran_with))
 
 
 def outliers_table(records: Iterable[Record], title: str = "") -> Table | None:
@@ -193,19 +186,14 @@ def outliers_table(records: Iterable[Record], title: str = "") -> Table | None:
     """
     records = one_configuration(records)
     domains = domains_of(records, "auroc_outlier")
-    if not domains:
-        return None
-    averages = ("auroc_outlier", "fpr95", "aupr_in", "aupr_out")
-    keys = [*((AVERAGE, name) for name in averages), *((domain, "auroc_outlier") for domain in domains)]
-    heads = [*(METRICS[name].column for name in averages), *(cut(SHORT.get(d, d)) for d in domains)]
-    return Table(title, tuple(heads), _rows(records, keys, Judged()), tuple(keys), records[0].result.score)
+    averages = [(AVERAGE, name) for name in ("auroc_outlier", "fpr95", "aupr_in", "aupr_out")]
+    return _table(records, title, [*averages, *((domain, "auroc_outlier") for domain in domains)]) if domains else None
 
 
 def scores_note(records: Sequence[Record]) -> str:
     """By which score the FPR of a table of these records is, in a sentence."""
-    score = records[0].result.score
-    if score != "confidence":
-        return f"FPR is by {score} for all."
+    if not _as_published(records):
+        return f"FPR is by {records[0].result.score} for all."
     return "FPR is as published, by softmax for em and by belief for come; FPR softmax is by softmax for all."
 
 
@@ -219,9 +207,7 @@ def rescored_source(records: Sequence[Record]) -> bool:
     return _as_published(records) and ("source", "em") in pairs and any(o.partition(":")[0] == "come" for _, o in pairs)
 
 
-def _with_rescored_source(
-    records: Sequence[Record], keys: Sequence[tuple[str, str]], rows: tuple[Row, ...]
-) -> tuple[Row, ...]:
+def _with_rescored_source(records: Sequence[Record], keys: Sequence[Key], rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """The rows, and under the source's its FPR by belief."""
     found = entries(records, "source", "em", [(domain, "fpr_belief") for domain, _ in keys])
     line = tuple(entry if metric == "fpr" else None for (_, metric), entry in zip(keys, found, strict=True))
@@ -234,6 +220,11 @@ def _with_rescored_source(
 def cut(name: str, most: int = 24) -> str:
     """The name, no longer than that."""
     return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def short(domain: str, most: int = 24) -> str:
+    """How a domain is called at the head of a column, or along an axis."""
+    return cut(SHORT.get(domain, domain), most)
 
 
 def domains_of(records: Iterable[Record], metric: str | None = None) -> list[str]:
@@ -256,32 +247,37 @@ def names_of(records: Iterable[Record]) -> dict[tuple[str, str], str]:
     return {(m, o): m if len(several) == 1 else f"{m} + {o}" for m, several in by_method.items() for o in several}
 
 
-def _rows(records: Sequence[Record], keys: Sequence[tuple[str, str]], judged: Judged) -> tuple[Row, ...]:
-    rows: list[Row] = []
+def _table(
+    records: Sequence[Record], title: str, keys: Sequence[Key], judged: Judged | None = None, score: str = "confidence"
+) -> Table:
+    """A row for each method and objective, and one for the improvement where a method ran with two."""
+    judged, rows, metrics = judged or Judged(), list[Row](), [metric for _, metric in keys]
     for method, objectives in objectives_of(records).items():
-        lines = [_with_gain(entries(records, method, o, keys), keys, judged.gains, method, o) for o in objectives]
-        for objective, line in zip(objectives, lines, strict=True):
-            rows.append(Row(method, objective if len(objectives) > 1 else "", line, objective))
-        if len(lines) == 2:
-            found = (judged.changes.get((method, objectives[1], *key)) for key in keys)
-            of = (metric for _, metric in keys)
-            rows.append(Row(method, "improve", tuple(map(improvement, *lines, found, of))))
-    return tuple(rows)
+        lines = {}
+        for objective in objectives:
+            gain = judged.gains.get((method, objective, AVERAGE, "accuracy"))  # no record has it
+            found = zip(metrics, entries(records, method, objective, keys), strict=True)
+            lines[objective] = tuple(_gain(float(gain.points), gain) if m == "gain" and gain else e for m, e in found)
+        rows += rows_of(method, lines, [judged.changes.get((method, objectives[-1], *key)) for key in keys], metrics)
+    heads = (METRICS[metric].column(score) if domain == AVERAGE else short(domain) for domain, metric in keys)
+    return Table(title, tuple(heads), tuple(rows), tuple(keys), records[0].result.score)
 
 
-def _with_gain(
-    line: Sequence[Entry | None], keys: Sequence[tuple[str, str]], gains: Verdicts, method: str, objective: str
-) -> tuple[Entry | None, ...]:
-    """The line, with the gain over the source where that is a column: no record has it."""
-    verdict = gains.get((method, objective, AVERAGE, "accuracy"))
-    gain = None if verdict is None else _gain(float(verdict.points), verdict)
-    return tuple(gain if metric == "gain" else entry for entry, (_, metric) in zip(line, keys, strict=True))
+def rows_of(
+    method: str, lines: Mapping[str, Line], verdicts: Iterable[Verdict | None], metrics: Iterable[str]
+) -> list[Row]:
+    """The lines of a method, by objective, as rows; with two objectives, the improvement by the second below them."""
+    rows = [Row(method, o if len(lines) > 1 else "", line, o) for o, line in lines.items()]
+    if len(lines) == 2:
+        rows.append(Row(method, "improve", tuple(map(improvement, *lines.values(), verdicts, metrics))))
+    return rows
 
 
-def entries(
-    records: Sequence[Record], method: str, objective: str, keys: Sequence[tuple[str, str]]
-) -> tuple[Entry | None, ...]:
-    """The number of a method with an objective for each (domain, metric), over seeds; None where there is none."""
+def entries(records: Sequence[Record], method: str, objective: str, keys: Sequence[Key]) -> Line:
+    """The number of a method with an objective for each (domain, metric), over seeds; None where there is none.
+
+    An average needs the metric in all domains that define it: means over different domains do not compare.
+    """
     seeds: dict[int, dict[str, dict[str, float]]] = {}
     for record in records:
         if record.cell.pair == (method, objective):
@@ -289,31 +285,23 @@ def entries(
     line = []
     for domain, metric in keys:
         wanted = domains_of(records, metric) if domain == AVERAGE else [domain]
-        values = [mean for s in seeds.values() if (mean := _mean_over(s, wanted, metric)) is not None]
-        line.append(_over_seeds(values, METRICS[metric]))
+        values = []
+        for found in seeds.values():
+            numbers = [found.get(one, {}).get(metric, math.nan) for one in wanted]
+            if numbers and all(map(math.isfinite, numbers)):
+                values.append(fmean(numbers))
+        if METRICS[metric].percent:
+            line.append(Entry.over([100 * value for value in values]) if values else None)
+        else:
+            line.append(Entry.over(values, digits=3) if values else None)
     return tuple(line)
-
-
-def _mean_over(metrics: Mapping[str, Mapping[str, float]], domains: Sequence[str], metric: str) -> float | None:
-    """The mean over the domains; None unless all of them have it, for means over different domains do not compare."""
-    values = [metrics.get(domain, {}).get(metric, math.nan) for domain in domains]
-    return fmean(values) if values and all(map(math.isfinite, values)) else None
-
-
-def _over_seeds(values: Sequence[float], metric: Metric) -> Entry | None:
-    if not values:
-        return None
-    values = [100 * value for value in values] if metric.percent else values
-    spread = stdev(values) if len(values) > 1 else None
-    return Entry(fmean(values), spread, digits=1 if metric.percent else 3, seeds=len(values))
 
 
 def improvement(before: Entry | None, after: Entry | None, verdict: Verdict | None, metric: str) -> Entry | None:
     """What stands in an Improve row: by how much the second is better, marked where the verdict found a difference."""
     if before is None or after is None or metric == "gain":
         return None
-    # of the numbers as they are printed, so that a reader can check it
-    rise = round(round(after.mean, after.digits) - round(before.mean, before.digits), after.digits)
+    rise = round(after.printed - before.printed, after.digits)  # of the printed numbers, so that a reader can check it
     return _gain(-rise if METRICS[metric].lower_is_better else rise, verdict, after.digits)
 
 
@@ -327,9 +315,8 @@ def averages(table: Table) -> Table:
     """The table without its single domains."""
     kept = [i for i, (domain, _) in enumerate(table.keys) if domain == AVERAGE]
     rows = tuple(replace(row, entries=tuple(row.entries[i] for i in kept)) for row in table.rows)
-    return replace(
-        table, columns=tuple(table.columns[i] for i in kept), keys=tuple(table.keys[i] for i in kept), rows=rows
-    )
+    columns = tuple(table.columns[i] for i in kept)
+    return replace(table, columns=columns, rows=rows, keys=tuple(table.keys[i] for i in kept))
 
 
 STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}
@@ -338,34 +325,30 @@ STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}
 def to_rich(table: Table, width: int) -> list[RichTable]:
     """The table for a terminal of that many columns: as many pieces as it takes, the method at the left of each."""
     first = max((len(row.name) for row in table.rows), default=6) + 2
+    alone = [[i] for i, (domain, _) in enumerate(table.keys) if domain != AVERAGE]
+    averages = [i for i, (domain, _) in enumerate(table.keys) if domain == AVERAGE]
+    units = [*alone, averages] if alone else [[i] for i in averages]  # columns that stay together
     # the head of an average is broken between words
     heads = [h.split() if key[0] == AVERAGE else [h] for h, key in zip(table.columns, table.keys, strict=True)]
-    sizes = [
-        max(*map(len, head), *(len(str(row.entries[i] or "")) for row in table.rows), 0) + 2
-        for i, head in enumerate(heads)
-    ]
+    cells = [[str(row.entries[i] or "") for row in table.rows] for i in range(len(heads))]
+    sizes = [max(map(len, [*head, *texts, ""])) + 3 for head, texts in zip(heads, cells, strict=True)]
     pieces: list[list[int]] = [[]]
-    for unit in _units(table):
-        if pieces[-1] and first + 4 + sum(sizes[j] + 1 for j in [*pieces[-1], *unit]) > width:
+    for unit in units:
+        if pieces[-1] and first + 4 + sum(sizes[j] for j in [*pieces[-1], *unit]) > width:
             pieces.append([])
         pieces[-1] += unit
     drawn = []
     for number, piece in enumerate(pieces):
-        part = RichTable(title=table.title if not number else None, box=box.SIMPLE_HEAD, title_justify="left")
+        part = RichTable(title=None if number else table.title, box=box.SIMPLE_HEAD, title_justify="left")
         part.add_column("", no_wrap=True)
         for i in piece:
             part.add_column("\n".join(heads[i]), justify="right", no_wrap=True)
-        for k, row in enumerate(table.rows):
-            last = k + 1 == len(table.rows) or table.rows[k + 1].method != row.method
-            none = Text("" if row.score else "·", "dim")
-            cells = [Text(str(e), STYLES[e.change]) if e else none for e in (row.entries[i] for i in piece)]
-            part.add_row(Text(row.name, "" if row.ran_with and not row.score else "dim"), *cells, end_section=last)
+        for row, following in zip(table.rows, [*table.rows[1:], None], strict=True):
+            texts = [
+                Text(str(e), STYLES[e.change]) if e else Text("" if row.score else "·", "dim")
+                for e in (row.entries[i] for i in piece)
+            ]
+            name = Text(row.name, "" if row.ran_with and not row.score else "dim")
+            part.add_row(name, *texts, end_section=following is None or following.method != row.method)
         drawn.append(part)
     return drawn
-
-
-def _units(table: Table) -> list[list[int]]:
-    """Columns that are not cut apart: the averages behind domains stay together."""
-    alone = [[i] for i, (domain, _) in enumerate(table.keys) if domain != AVERAGE]
-    averages = [i for i, (domain, _) in enumerate(table.keys) if domain == AVERAGE]
-    return [*alone, averages] if alone else [[i] for i in averages]

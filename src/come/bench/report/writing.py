@@ -1,17 +1,20 @@
-"""The report of a run as Markdown, and how a report is put on disk."""
+"""Writes the report of a run as Markdown: fills the template `report.md.jinja`."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from come.bench.cell import Cell
 from come.bench.protocols import Outcome
 from come.bench.record import Failure, Record
+from come.bench.report import findings
 from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
-from come.bench.report.findings import changes, failed, headline, helped, missing
 from come.bench.report.formats import plain_markdown, to_markdown
 from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.tables import results_table, scores_note
@@ -20,12 +23,22 @@ from come.errors import StateError
 from come.state.files import replacing
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a report, whole or not at all.
+def filled(template: str, **values: Any) -> str:
+    """A template of this folder with these values; in HTML, all their text is escaped."""
+    environment = Environment(
+        loader=PackageLoader("come.bench.report", "."),
+        autoescape="html" in template,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline="html" not in template,
+    )
+    environment.filters["md"] = plain_markdown
+    return environment.get_template(template).render(**values)
 
-    Raises:
-        StateError: it cannot be written.
-    """
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a report, the whole file or none; a `StateError` says why it cannot be written."""
     try:
         with replacing(Path(path)) as beside:
             beside.write_text(text, encoding="utf-8", newline="\n")
@@ -45,72 +58,43 @@ def write_report(
 ) -> None:
     """Write a Markdown page with the finding, the table, the cost of each method, and what is needed to make it again.
 
-    Args:
-        records: of one plan.
-        command: what made the run, to be shown.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`; without them, nothing is called a difference.
-        failures: of `RunFolder.failures()`; those of this plan are listed.
-        outcome: of `RunFolder.outcome(records)`, if a protocol was followed.
+    `command` is what made the run, `failures` and `outcome` are those of its folder. Without verdicts nothing is called a
+    difference.
     """
     records, judged = one_configuration(records), verdicts or Judged()
-    main, rates = without_sweeps(records), rates_table(records, judged)
-    cell, machine = records[0].cell, records[0].machine
-    seeds, score = sorted({r.cell.seed for r in records}), records[0].result.score
-    bad = sum(r.result.bad_images for r in records)
-    lines = [f"# {plain_markdown(f'{cell.model} on {cell.data}, {about(records)}')}", ""]
-    if verdicts is not None:
-        lines += [plain_markdown(text) + "\n" for text in (helped(records, judged), headline(main, judged)) if text]
-        for (method, before, after), found in changes(records, judged).items():
-            words = "; ".join(
-                f"{called(v.metric, score)} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason)
-                for v in found
-            )
-            lines.append(f"* {plain_markdown(f'{method}, {before} to {after}: {words}')}.")
-    lines += [
-        "",
-        "Accuracy in percent for each domain, its average, and the average FPR: the share of wrong samples that pass the",
-        "threshold which accepts 95% of the right ones; lower is better.",
-        f"{scores_note(records)} Gain is the accuracy above the source's, Improve what the second objective gains over the",
-        "first: positive is better in every column. △ marks better and ▽ worse, where a difference was found."
-        + (" Mean and standard deviation over seeds." if len(seeds) > 1 else ""),
-        "",
-        to_markdown(results_table(main, verdicts=judged)),
-        *([to_markdown(rates)] if rates else []),
-        *(f"Not finished: {plain_markdown(text)}.\n" for text in missing(records)),
-        *(f"Failed: {plain_markdown(text)}.\n" for text in failed(failures, records)),
-        "## Cost",
-        "",
-        "| |seconds|waiting for data|peak memory|samples used|",
-        "|---|---:|---:|---:|---:|",
-    ]
-    groups = by_pair(records)
-    for pair, group in groups.items():
-        one = cost(group)
-        share = "·" if one.used is None else f"{100 * one.used:.0f}%"
-        numbers = f"{one.seconds:.1f}|{one.waiting:.1f}|{one.memory_mb:.0f} MB|{share}"
-        lines.append(f"|{plain_markdown(' + '.join(pair))}|{numbers}|")
-    if reason := unlike(groups.values()):
-        lines += ["", plain_markdown(f"These costs are not comparable: {reason}.")]
-    skipped = f"; {bad} images could not be read and were skipped" if bad else ""
-    lines += [
-        "",
-        f"{len(records)} cells, {images(cell)} each, batch {cell.batch_size}, seeds {seeds}{skipped}.",
-        "",
-        "## Made with",
-        "",
-        *([plain_markdown(text) + "\n" for text in _protocol(outcome)] if outcome is not None else []),
-        *([f"    {shlex.join(command)}".replace("\n", "\n    "), ""] if command else []),
-        plain_markdown(f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {threads(machine)}."),
-        "",
-        "The files in `cells/` hold the record of each cell and a row for every sample; `streams/` holds their order.",
-    ]
-    write_text(path, "\n".join(lines) + "\n")
-
-
-def _protocol(outcome: Outcome) -> tuple[str, str]:
-    """What No Adapt reached, and the protocol."""
-    said = str(outcome)
-    return f"{said[0].upper()}{said[1:]}.", outcome.protocol.paragraph()
+    main, groups = without_sweeps(records), by_pair(records)
+    cell, machine, score = records[0].cell, records[0].machine, records[0].result.score
+    changes = []
+    for (method, before, after), found in findings.changes(records, judged).items():
+        words = (
+            f"{called(v.metric, score)} {v.words}" + f" ({v.points} points, {v.numbers})" * (not v.reason)
+            for v in found
+        )
+        changes.append(f"{method}, {before} to {after}: {'; '.join(words)}")
+    said = [findings.helped(records, judged), findings.headline(main, judged)] if verdicts is not None else []
+    tables = [results_table(main, verdicts=judged), rates_table(records, judged)]
+    text = filled(
+        "report.md.jinja",
+        title=f"{cell.model} on {cell.data}, {about(records)}",
+        findings=filter(None, said),
+        changes=changes,
+        scores=scores_note(records),
+        seeds=sorted({r.cell.seed for r in records}),
+        tables=[to_markdown(table) for table in tables if table],
+        missing=findings.missing(records),
+        failed=findings.failed(failures, records),
+        costs=[(" + ".join(pair), cost(group)) for pair, group in groups.items()],
+        unlike=unlike(groups.values()),
+        cells=len(records),
+        images=images(cell),
+        batch_size=cell.batch_size,
+        bad_images=sum(r.result.bad_images for r in records),
+        outcome=str(outcome or ""),
+        paragraph=outcome.protocol.paragraph() if outcome else "",
+        command=shlex.join(command),
+        machine=f"{', '.join(map(' '.join, machine.versions.items()))}, {machine.device}, {threads(machine)}.",
+    )
+    write_text(path, text)
 
 
 def images(cell: Cell) -> str:
