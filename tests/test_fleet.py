@@ -154,7 +154,7 @@ def test_bf16_close_to_separate_adapters(make):
 
 
 @pytest.mark.parametrize("norm", ["layer", pytest.param("batch", marks=needs_cuda)])
-def test_compiled(norm, make):
+def test_compiled(norm, make, compiler):
     """On a GPU also captured; streams that come in other numbers run as they are."""
     fleet = make("tent", norm, dtype=torch.float32, compile=True, streams=3, lr=1e-3)
     adapters = {str(i): make.adapter("tent", norm, dtype=torch.float32, lr=1e-3) for i in range(3)}
