@@ -57,7 +57,14 @@ def run(build, method, objective, norms, check):
     )
 
 
-@pytest.mark.parametrize(("method", "objective", "norm", "check"), list(cases()))
+def quick(case):
+    """What no objective changes runs with two kinds of normalization, with buffers and without; the others are slow."""
+    _, _, norm, check = case
+    always = check in testing.OBJECTIVE_MATTERS or norm in ("layer", "batch")
+    return case if always else pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("method", "objective", "norm", "check"), map(quick, cases()))
 def test_method(method, objective, norm, check, build):
     if (method, check) in EXCEPTIONS:
         _, message = EXCEPTIONS[method, check]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calling import call
 from safetensors.torch import save_file
 
 import come
@@ -362,7 +363,7 @@ def test_the_hub_says_no(caches, monkeypatch):
             models.load(f"hf:acme/vit{':revision=old' if 'Revision' in kind.__name__ else ''}")
 
 
-def test_the_commands_of_the_page(tmp_path, saved):
+def test_the_commands_of_the_page(tmp_path, saved, monkeypatch, capsys):
     import torchvision
 
     page = (ROOT / "docs" / "models.md").read_text()
@@ -372,18 +373,12 @@ def test_the_commands_of_the_page(tmp_path, saved):
     torch.save(torchvision.models.squeezenet1_1(num_classes=8).state_dict(), tmp_path / "weights.pth")
     commands = re.findall(r"```sh\n(come .*?)\n```", page, flags=re.DOTALL)
     assert len(commands) == 3
-    # As the installed command: the current folder is not where Python looks.
-    start = "import sys; sys.path = [p for p in sys.path if p]; from come.__main__ import main; main()"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])  # as in the installed command
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-c", start, *shlex.split(command)[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "report runs/" in done.stdout
+        code, out, err = call(monkeypatch, capsys, *shlex.split(command)[1:])
+        assert code == 0, err
+        assert "report runs/" in out
 
 
 def test_cells_of_other_weights_are_other_cells(own):
