@@ -124,7 +124,9 @@ def kill_a_machine(machines):
     machines.add_node(num_cpus=4, **SMALL)  # and another one comes
 
 
-@pytest.mark.parametrize(("kill", "cpus"), [(kill_a_worker, 1), (kill_a_machine, 3)])
+@pytest.mark.parametrize(
+    ("kill", "cpus"), [(kill_a_worker, 1), pytest.param(kill_a_machine, 3, marks=pytest.mark.slow)]
+)
 def test_a_kill_in_mid_cell(tmp_path, machines, ray, kill, cpus):
     if cpus > 2:  # so it runs on a machine of its own
         machines.add_node(num_cpus=4, **SMALL)
@@ -159,6 +161,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_the_first_process_killed_in_mid_grid(tmp_path, ray, alone):
     out = tmp_path / "run"
     command = [

@@ -30,17 +30,18 @@ from come.bench.hub import read_processor
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.parametrize("images", [1000, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", models.EMBEDDED)
-def test_the_embedded_models_reach_what_they_claim(name):
+def test_the_embedded_models_reach_what_they_claim(name, images):
     about = json.loads((files("come.bench") / "embedded" / f"{name.replace('-', '_')}.json").read_text())
     assert about["clean"] >= 0.88  # the criterion in training/fashion.py
     if about["norm"] != "group":  # training/fashion.py says why
         assert 0.35 <= about["severity_5"] <= 0.65
     model, source = models.load(name), FashionSource()
-    loaded = source.load(range(len(source)))
+    loaded = source.load(range(images or len(source)))
     with torch.no_grad():
         right = (model.module(model.preprocess(loaded.images)).argmax(1) == loaded.labels).double().mean().item()
-    assert right == pytest.approx(about["clean"], abs=0.001)
+    assert right == pytest.approx(about["clean"], abs=0.02 if images else 0.001)
     assert not model.module.training
 
 
