@@ -237,7 +237,7 @@ def test_functions_that_are_refused(own, name, message):
 
 
 def tiny_vit(**more):
-    import transformers
+    transformers = pytest.importorskip("transformers")
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.ViTConfig(**(sizes | {"image_size": 32, "patch_size": 8, "num_labels": 5} | more))
@@ -247,9 +247,9 @@ def tiny_vit(**more):
 @pytest.fixture
 def saved(tmp_path):
     """A folder with a tiny ViT of transformers and its image processor."""
+    tiny_vit().save_pretrained(tmp_path / "vit")
     from transformers import ViTImageProcessor
 
-    tiny_vit().save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 32, "width": 32}, resample=3).save_pretrained(tmp_path / "vit")
     return tmp_path / "vit"
 

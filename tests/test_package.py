@@ -220,6 +220,7 @@ def test_the_lock_file_is_up_to_date_and_names_no_other_host():
 
 def test_the_wheel_and_the_source_distribution(tmp_path):
     """Built without a network: the wheel holds the package with all that it reads, the other one the repository."""
+    pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

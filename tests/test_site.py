@@ -27,6 +27,7 @@ PUBLIC = ("objectives", "methods", "metrics", "corruptions", "select", "optim", 
 
 def build(docs, out, *more):
     """The command of docs/conf.py."""
+    pytest.importorskip("myst_nb")
     command = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", *more, str(docs), str(out)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
