@@ -64,7 +64,7 @@ def quick(case):
     return case if always else pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("method", "objective", "norm", "check"), map(quick, cases()))
+@pytest.mark.parametrize(("method", "objective", "norm", "check"), [quick(case) for case in cases()])
 def test_method(method, objective, norm, check, build):
     if (method, check) in EXCEPTIONS:
         _, message = EXCEPTIONS[method, check]
