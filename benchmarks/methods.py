@@ -1,11 +1,11 @@
-"""Time and memory of one adaptation step of every method, next to the paper's (an RTX 4090, batches of 64): parts of `speed.py`.
+"""Time and memory of one step of every method, next to the paper's (an RTX 4090, batches of 64): parts of `speed.py`.
 
     python benchmarks/speed.py --only methods [--methods tent,sar] [--steps 100] [--model resnet50] [--tf32]
     python benchmarks/speed.py --only memory [--methods tent,sar]
 
 methods, on a GPU: ViT-B/16 (or --model) with random weights at 224 x 224, batches of 64. Runs with and without the guard take
-turns in blocks of ten steps, for `--steps` steps; the slowest methods make fewer. The guard's time has two parts: its checks, and
-the batches on which it asks the source model, counted in the last column: six in the first eighty, later one in a hundred.
+turns in blocks of ten steps, for `--steps` steps; the slowest methods make fewer. The guard's time has two parts: its checks,
+and the batches on which it asks the source model, counted in the last column: six in the first eighty, later one in a hundred.
 
 memory, on a CPU: the bytes of all tensors of a ViT-B/16 that are alive at the same time, weights included, seen at every
 operation. This is exact and the same on every machine, without what a device adds (kernel workspaces, a caching allocator). A

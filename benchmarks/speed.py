@@ -14,8 +14,8 @@ same, and random weights do not drift to where no sample is selected or the guar
 Parts (--only): vit_b, resnet50, vit_s: rows of that model; guard: what the guard costs the compiled step, in interleaved
 blocks, and profile: where the time of the GPU goes, both on the models that are chosen, or all three; bench: `come bench` from
 JPEG files, where the first stream of each method includes its compilation; heavy: CoTTA, MEMO, TEA, FOA on ViT-B; scaling:
-batch, classes, depth. Two more are run only when they are named: methods and memory, time and memory of every method next to the
-paper's (`methods.py`).
+batch, classes, depth. Two more run only when they are named: methods and memory, time and memory of every method next to
+the paper's (`methods.py`).
 """
 
 from __future__ import annotations
