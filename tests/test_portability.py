@@ -35,7 +35,10 @@ def load():
         parts = file.relative_to(root).with_suffix("").parts
         if parts[-1] == "ray_serve":  # needs an extra of its own
             continue
-        importlib.import_module(".".join(["come", *parts]).removesuffix(".__init__"))
+        try:
+            importlib.import_module(".".join(["come", *parts]).removesuffix(".__init__"))
+        except come.MissingError:  # an integration whose package is not installed, both times
+            continue
     return {name for name in sys.modules if ours(name)}
 
 
