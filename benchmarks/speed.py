@@ -14,7 +14,8 @@ same, and random weights do not drift to where no sample is selected or the guar
 Parts (--only): vit_b, resnet50, vit_s: rows of that model; guard: what the guard costs the compiled step, in interleaved
 blocks, and profile: where the time of the GPU goes, both on the models that are chosen, or all three; bench: `come bench` from
 JPEG files, where the first stream of each method includes its compilation; heavy: CoTTA, MEMO, TEA, FOA on ViT-B; scaling:
-batch, classes, depth.
+batch, classes, depth. Two more run only when they are named: methods and memory, time and memory of every method next to
+the paper's (`methods.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import methods
 import published
 import timm
 import torch
@@ -48,6 +50,7 @@ from come.state.files import replacing
 
 MODELS = ("vit_b", "resnet50", "vit_s")
 PARTS = (*MODELS, "guard", "profile", "bench", "heavy", "scaling")
+OF_METHODS = ("methods", "memory")
 MODES = (
     *("forward", "published", "fast", "float32", "tf32", "bf16", "compiled", "sar", "eata", "ttt"),  # of the models
     *("cotta", "memo", "tea", "foa", "eager"),  # of "heavy", with "published" and "compiled"
@@ -777,7 +780,8 @@ def listed(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
 def main(arguments: list[str] | None = None) -> list[Row]:
     """Print the table, row by row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=listed(PARTS), default=PARTS, help=f"parts: {', '.join(PARTS)}")
+    parts_help = f"parts: {', '.join(PARTS)}; or {' and '.join(OF_METHODS)}"
+    parser.add_argument("--only", type=listed((*PARTS, *OF_METHODS)), default=PARTS, help=parts_help)
     parser.add_argument(
         "--modes",
         type=listed(MODES),
@@ -787,9 +791,23 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
     parser.add_argument("--budget", type=float, default=360, help="seconds after which no row is begun; 0: no limit")
     parser.add_argument("--out", type=Path, help="a JSON file, written anew after every row")
-    lab = Lab(parser.parse_args(arguments))
+    known = tuple(come.methods.names())
+    of_methods = parser.add_argument_group("of methods and memory")
+    of_methods.add_argument("--methods", type=listed(known), default=known, help="all if not given")
+    of_methods.add_argument("--steps", type=int, default=100)
+    of_methods.add_argument("--model", default="vit_base_patch16_224", help="of timm, with random weights")
+    of_methods.add_argument("--tf32", action="store_true", help="matrix products in TF32")
+    options = parser.parse_args(arguments)
+    lab = Lab(options)
     full_precision()
     print(", ".join(f"{key} {value}" for key, value in machine(lab.device).items()))
+    if "methods" in lab.parts:
+        methods.on_device(options.methods, options.steps, options.model, options.tf32)
+    if "memory" in lab.parts:
+        methods.counted(options.methods)
+    if not set(PARTS) & set(lab.parts):
+        return []
+    full_precision()
     print(HEAD, flush=True)
     # What takes longest to compile comes last: the budget may end before it.
     parts: list[tuple[str, Callable[[Lab], None]]] = [

@@ -1,5 +1,6 @@
 """What the tests share. Their models are tiny: one thread is faster than two, and gives the same sums everywhere."""
 
+import functools
 import os
 import sys
 from typing import ClassVar
@@ -10,6 +11,7 @@ from browsing import chromium
 
 import come
 from come import testing
+from come.model import copies
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
@@ -90,6 +92,16 @@ class Build:
 @pytest.fixture(scope="session")
 def build():
     return Build()
+
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(params=["inductor"] if CUDA else ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request, monkeypatch):
+    """The backend of `torch.compile`. On a CPU that of aot_eager, which traces the same graphs and skips the C++ compiler."""
+    monkeypatch.setattr(copies, "_fused", {})
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=request.param))
 
 
 @pytest.fixture(scope="module")

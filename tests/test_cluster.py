@@ -124,7 +124,9 @@ def kill_a_machine(machines):
     machines.add_node(num_cpus=4, **SMALL)  # and another one comes
 
 
-@pytest.mark.parametrize(("kill", "cpus"), [(kill_a_worker, 1), (kill_a_machine, 3)])
+@pytest.mark.parametrize(
+    ("kill", "cpus"), [(kill_a_worker, 1), pytest.param(kill_a_machine, 3, marks=pytest.mark.slow)]
+)
 def test_a_kill_in_mid_cell(tmp_path, machines, ray, kill, cpus):
     if cpus > 2:  # so it runs on a machine of its own
         machines.add_node(num_cpus=4, **SMALL)
@@ -159,6 +161,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_the_first_process_killed_in_mid_grid(tmp_path, ray, alone):
     out = tmp_path / "run"
     command = [
@@ -184,7 +187,7 @@ def test_the_first_process_killed_in_mid_grid(tmp_path, ray, alone):
     assert len(progress.finished) == 24
 
 
-def fragile():
+def fragile(*shifts):
     """A model that in a worker, when it should learn, kills the process on noise and raises on anything else."""
     here = os.getpid()
 
@@ -197,19 +200,25 @@ def fragile():
             return super().forward(x)
 
     source = DatasetSource([(torch.zeros(3, 8, 8, dtype=torch.uint8), 0)] * 4, num_classes=2, name="mine")
-    shifts = ("brightness", "gaussian_noise")
     plan = Plan(model="tiny", data="mine", methods=("source", "tent"), objectives=("em",), corruptions=shifts)
     return Bench(plan, model=tiny(2, Fragile), source=source, jobs=1, cluster=Cluster())
 
 
 @pytest.mark.filterwarnings("ignore:a worker died:UserWarning")
-def test_a_cell_that_fails_stops_no_other(tmp_path, ray):
-    folder, bench = RunFolder(tmp_path), fragile()
+@pytest.mark.parametrize(
+    ("shift", "reason"),
+    [
+        ("brightness", "RuntimeError: no luck"),
+        pytest.param("gaussian_noise", "its worker died 3 times, the last time: ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_cell_that_fails_stops_no_other(tmp_path, ray, shift, reason):
+    folder, bench = RunFolder(tmp_path), fragile(shift, "pixelate")
     assert [record.cell.method for record in bench.run(folder)] == ["source", "source"]
     reasons = {failure.cell.corruptions[0]: failure.reason for failure in folder.failures()}
     assert {failure.cell.corruptions[0]: failure.reason for failure in bench.failed} == reasons
-    assert reasons["brightness"] == "RuntimeError: no luck"
-    assert reasons["gaussian_noise"].startswith("its worker died 3 times, the last time: ")
+    assert reasons[shift].startswith(reason)
+    assert reasons["pixelate"] == "RuntimeError: no luck"
 
 
 def with_images(folder):
@@ -248,7 +257,7 @@ def test_too_little_room_is_said_at_once(ray):
 
 
 def test_what_cannot_travel_is_refused_in_words(tmp_path, ray):
-    bench = fragile()
+    bench = fragile("brightness", "gaussian_noise")
     bench._source.trap = threading.Lock()
     with pytest.raises(come.ConfigError, match=r"cannot be sent to another process .* run it without --engine ray"):
         bench.run(RunFolder(tmp_path))

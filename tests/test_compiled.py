@@ -399,7 +399,7 @@ def test_a_mixed_norm_is_what_the_hook_computes(shape):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_two_passes_before_one_backward_on_mixed_statistics(compiled):
+def test_two_passes_before_one_backward_on_mixed_statistics(compiled, compiler):
     """As in ROID and TEA; each keeps the share that it was called with."""
     torch.manual_seed(0)
     model = TinyClassifier(NORMS["batch"]).eval()
@@ -414,6 +414,13 @@ def test_two_passes_before_one_backward_on_mixed_statistics(compiled):
         for s in shares
     ]
     torch.testing.assert_close(both, each[0] + each[1], rtol=1e-4, atol=1e-5)
+
+
+def test_inductor_gives_the_same_answers():
+    """The backend of users, once; other tests of compiled steps leave it to `pytest -m slow`."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.LayerNorm(8), nn.Linear(8, 5)).to(DEVICE)
+    plain, fast = (come.adapt(model, "tent", guard=False, compile=c) for c in (False, True))
+    torch.testing.assert_close(run(fast, batches(3)), run(plain, batches(3)), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_cannot_be_compiled_runs_as_it_is(monkeypatch):

@@ -58,7 +58,14 @@ def run(build, method, objective, norms, check):
     )
 
 
-@pytest.mark.parametrize(("method", "objective", "norm", "check"), list(cases()))
+def quick(case):
+    """Always: two kinds of normalization, with buffers and without, and the others with one objective where that matters."""
+    _, objective, norm, check = case
+    always = norm in ("layer", "batch") or (check in testing.OBJECTIVE_MATTERS and objective == "come")
+    return case if always else pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("method", "objective", "norm", "check"), [quick(case) for case in cases()])
 def test_method(method, objective, norm, check, build):
     if (method, check) in EXCEPTIONS:
         _, message = EXCEPTIONS[method, check]

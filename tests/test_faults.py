@@ -31,7 +31,7 @@ def ground(tmp_path_factory):
 
 
 def test_kills_at_random_moments(ground):
-    assert faults.kills(ground, 8, longest=1.0)["kills"] == 8
+    assert faults.kills(ground, 4, longest=1.0)["kills"] == 4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -87,8 +88,14 @@ def assert_same(fleet, adapters, xs, names, atol, rtol=0.0):
                     )
 
 
-@pytest.mark.parametrize(("objective", "guard"), [("em", True), ("come", True), ("come", False)])
-@pytest.mark.parametrize("norm", ["layer", "group", "batch"])
+EVERY = list(itertools.product(["layer", "group", "batch"], [("em", True), ("come", True), ("come", False)]))
+ALWAYS = [("layer", ("em", True)), ("batch", ("come", True)), ("batch", ("come", False))]
+
+
+@pytest.mark.parametrize(
+    ("norm", "objective", "guard"),
+    [pytest.param(norm, *how, marks=() if (norm, how) in ALWAYS else pytest.mark.slow) for norm, how in EVERY],
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stream_is_an_adapter_of_its_own(method, norm, objective, guard, make):
     """20 steps, uneven numbers of samples, streams that are absent; float64, so that nothing but rounding is left."""
@@ -129,7 +136,7 @@ def test_each_stream_has_the_statistics_that_suit_it(method):
     assert (used["turns"][5], used["turns"][-1]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("norm", ["layer", "group", "batch"])
+@pytest.mark.parametrize("norm", ["layer", pytest.param("group", marks=pytest.mark.slow), "batch"])
 @pytest.mark.parametrize("method", METHODS)
 def test_float32_at_a_usual_rate(method, norm, make):
     fleet = make(method, norm, dtype=torch.float32, streams=3, lr=1e-3)
@@ -156,7 +163,7 @@ def test_bf16_close_to_separate_adapters(make):
 
 
 @pytest.mark.parametrize("norm", ["layer", pytest.param("batch", marks=needs_cuda)])
-def test_compiled(norm, make):
+def test_compiled(norm, make, compiler):
     """On a GPU also captured; streams that come in other numbers run as they are."""
     fleet = make("tent", norm, dtype=torch.float32, compile=True, streams=3, lr=1e-3)
     adapters = {str(i): make.adapter("tent", norm, dtype=torch.float32, lr=1e-3) for i in range(3)}

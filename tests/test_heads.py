@@ -32,7 +32,7 @@ def torchvision_model(name):
 
 
 def transformers_model(name):
-    import transformers
+    transformers = pytest.importorskip("transformers")
 
     small = {
         "ViT": {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32,

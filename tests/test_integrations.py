@@ -129,7 +129,7 @@ def test_the_hub_without_its_package(monkeypatch):
 
 @pytest.fixture(scope="module")
 def make():
-    import lightning.pytorch as pl
+    pl = pytest.importorskip("lightning.pytorch")
 
     from come.integrations.torchmetrics import AURC
 
@@ -213,7 +213,7 @@ def test_lightning_tests_and_errors(make):
 
 @pytest.mark.parametrize("objective", ["come", "em"])
 def test_metrics_are_those_of_come(objective):
-    import torchmetrics
+    torchmetrics = pytest.importorskip("torchmetrics")
 
     from come.integrations import torchmetrics as ours
 
@@ -245,6 +245,7 @@ def test_metrics_are_those_of_come(objective):
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 def test_metrics_of_nothing_and_a_wrong_coverage():
+    pytest.importorskip("torchmetrics")
     from come.integrations import torchmetrics as ours
 
     assert ours.FPR().compute() == 0
@@ -256,27 +257,26 @@ def test_metrics_of_nothing_and_a_wrong_coverage():
 
 
 def test_tensorboard(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     classifier = come.adapt(tiny(), "tent")
     with log.opened(f"tensorboard:{tmp_path}") as write:
         classifier.callbacks.append(come.callbacks.Scalars(write))
         for x in stream():
             classifier(x)
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = events.EventAccumulator(str(tmp_path)).Reload()
     assert {"come/entropy", "come/lr_scale"} <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("come/lr_scale")] == [1, 2, 3, 4]
     assert events.Scalars("come/entropy")[-1].value == pytest.approx(classifier.health()["entropy"])
 
 
 def test_weights_and_biases(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     classifier = come.adapt(tiny(), "tent")
     with log.opened("wandb:doors") as write:
-        import wandb
-
         classifier.callbacks.append(come.callbacks.Scalars(write))
         for x in stream():
             classifier(x)
@@ -318,8 +318,7 @@ def test_a_missing_package_is_named(monkeypatch, package):
 
 
 def test_an_image_classifier_of_transformers():
-    from transformers import ViTConfig, ViTForImageClassification
-
+    transformers = pytest.importorskip("transformers")
     small = {
         "hidden_size": 8,
         "num_hidden_layers": 2,
@@ -327,8 +326,8 @@ def test_an_image_classifier_of_transformers():
         "intermediate_size": 16,
         "patch_size": 4,
     }
-    config = ViTConfig(**small, image_size=8, num_labels=3)
-    model, images = ViTForImageClassification(config).eval(), torch.randn(6, 3, 8, 8)
+    config = transformers.ViTConfig(**small, image_size=8, num_labels=3)
+    model, images = transformers.ViTForImageClassification(config).eval(), torch.randn(6, 3, 8, 8)
     classifier = come.adapt(model, "tent", lr=0.1)
     before = classifier.predict(pixel_values=images)
     assert torch.allclose(before, model(images).logits, atol=1e-6)
@@ -342,7 +341,7 @@ TEXT = {"context_length": 77, "vocab_size": 49408, "width": 8, "heads": 2, "laye
 
 
 def clip():
-    import open_clip
+    open_clip = pytest.importorskip("open_clip")
 
     torch.manual_seed(0)
     return open_clip.CLIP(
@@ -353,7 +352,7 @@ def clip():
 
 
 def test_a_model_of_open_clip():
-    import open_clip
+    open_clip = pytest.importorskip("open_clip")
 
     model, tokenizer, images = clip(), open_clip.SimpleTokenizer(), torch.randn(6, 3, 8, 8)
     classes = ["cat", "dog", "owl"]
@@ -373,7 +372,7 @@ def test_a_model_of_open_clip():
 
 
 def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
-    import open_clip
+    open_clip = pytest.importorskip("open_clip")
 
     from come.bench import models
 
@@ -408,6 +407,7 @@ def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lightning", "log", "open_clip", "torchmetrics"])
 def test_the_examples_in_the_docstrings(name):
+    pytest.importorskip({"lightning": "lightning.pytorch", "log": "tensorboard"}.get(name, name))
     failed, tried = doctest.testmod(import_module(f"come.integrations.{name}"))
     assert (failed, tried > 0) == (0, True)
 
@@ -418,6 +418,8 @@ def page():
 
 
 def test_the_examples_of_the_page(page, monkeypatch, tmp_path):
+    for package in ("lightning.pytorch", "torchmetrics", "tensorboard", "transformers", "open_clip", "onnxscript"):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     Server(monkeypatch)
     names = {"__name__": "page"}
@@ -429,13 +431,13 @@ def test_the_examples_of_the_page(page, monkeypatch, tmp_path):
 
 
 def test_the_command_of_the_page(page, monkeypatch, capsys, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     monkeypatch.chdir(tmp_path)
     (command,) = re.findall(r"```sh\ncome (.*?)\n```", page, flags=re.DOTALL)
     code, out, err = call(monkeypatch, capsys, *shlex.split(command), "--jobs", "1")
     assert code == 0, err
-    events = EventAccumulator(str(tmp_path / "runs" / "tb")).Reload()
+    events = events.EventAccumulator(str(tmp_path / "runs" / "tb")).Reload()
     (last,) = [event for event in events.Scalars("accuracy/tent-come-fog-seed-0") if event.step == 64]
     assert f"{100 * last.value:.1f}" in out
     code, _, err = call(monkeypatch, capsys, *shlex.split(command)[:-1], "mlflow")

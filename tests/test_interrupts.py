@@ -125,32 +125,34 @@ def finishes(run, seconds=20):
     return not thread.is_alive()
 
 
-def test_a_fork_while_a_step_makes_an_adapter():
-    """The step holds its model's lock and asks for a new one; the fork wants all of them."""
+def fork_during(model, work, forked=lambda: None):
+    """A thread holds the lock of a model, and goes on with `work` when a fork has come to its first lock."""
     holding, forking = threading.Event(), threading.Event()
-    model, seen = nn.Linear(2, 2), []
 
     def step():
-        def make():
-            holding.set()
-            forking.wait()
-            threading.Event().wait(0.05)  # the fork has come to its first lock
-            seen.append(ModelLock(nn.Linear(2, 2)))
+        holding.set()
+        forking.wait()
+        threading.Event().wait(0.05)
+        work()
 
-        ModelLock(model).run(make)
-
-    stepping = threading.Thread(target=step, daemon=True)
+    stepping = threading.Thread(target=lambda: ModelLock(model).run(step), daemon=True)
     stepping.start()
     holding.wait()
 
     def fork():
         forking.set()
         _before_fork()
-        seen.append("all locks")
+        forked()
         _after_fork()
 
     assert finishes(fork)
     assert finishes(stepping.join)
+
+
+def test_a_fork_while_a_step_makes_an_adapter():
+    """The step holds its model's lock and asks for a new one; the fork wants all of them."""
+    model, seen = nn.Linear(2, 2), []
+    fork_during(model, lambda: seen.append(ModelLock(nn.Linear(2, 2))), lambda: seen.append("all locks"))
     assert len(seen) == 2
     assert seen[1] == "all locks"
     assert finishes(lambda: ModelLock(model).run(lambda: None))
@@ -160,28 +162,7 @@ def test_a_fork_while_one_model_is_run_inside_of_another():
     """Against the order of the locks, as an event of one adapter may call the other."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     ModelLock(first)
-    holding, forking = threading.Event(), threading.Event()
-
-    def step():
-        def inner():
-            holding.set()
-            forking.wait()
-            threading.Event().wait(0.05)
-            ModelLock(first).run(lambda: None)
-
-        ModelLock(second).run(inner)
-
-    stepping = threading.Thread(target=step, daemon=True)
-    stepping.start()
-    holding.wait()
-
-    def fork():
-        forking.set()
-        _before_fork()
-        _after_fork()
-
-    assert finishes(fork)
-    assert finishes(stepping.join)
+    fork_during(second, lambda: ModelLock(first).run(lambda: None))
 
 
 def test_locks_of_several_models_are_free_after_an_interrupt_at_any_line():

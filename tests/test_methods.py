@@ -315,10 +315,9 @@ def test_foa_on_the_vits_of_the_libraries(library):
 
         model = VisionTransformer(16, 8, 4, 2, 16, 32, num_classes=7)
     else:
-        from transformers import ViTConfig, ViTForImageClassification
-
-        model = ViTForImageClassification(
-            ViTConfig(
+        transformers = pytest.importorskip("transformers")
+        model = transformers.ViTForImageClassification(
+            transformers.ViTConfig(
                 hidden_size=16,
                 num_hidden_layers=4,
                 num_attention_heads=2,

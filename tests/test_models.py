@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calling import call
 from safetensors.torch import save_file
 
 import come
@@ -29,17 +30,18 @@ from come.bench.hub import read_processor
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.parametrize("images", [1000, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", models.EMBEDDED)
-def test_the_embedded_models_reach_what_they_claim(name):
+def test_the_embedded_models_reach_what_they_claim(name, images):
     about = json.loads((files("come.bench") / "embedded" / f"{name.replace('-', '_')}.json").read_text())
     assert about["clean"] >= 0.88  # the criterion in training/fashion.py
     if about["norm"] != "group":  # training/fashion.py says why
         assert 0.35 <= about["severity_5"] <= 0.65
     model, source = models.load(name), FashionSource()
-    loaded = source.load(range(len(source)))
+    loaded = source.load(range(images or len(source)))
     with torch.no_grad():
         right = (model.module(model.preprocess(loaded.images)).argmax(1) == loaded.labels).double().mean().item()
-    assert right == pytest.approx(about["clean"], abs=0.001)
+    assert right == pytest.approx(about["clean"], abs=0.02 if images else 0.001)
     assert not model.module.training
 
 
@@ -235,7 +237,7 @@ def test_functions_that_are_refused(own, name, message):
 
 
 def tiny_vit(**more):
-    import transformers
+    transformers = pytest.importorskip("transformers")
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.ViTConfig(**(sizes | {"image_size": 32, "patch_size": 8, "num_labels": 5} | more))
@@ -245,9 +247,9 @@ def tiny_vit(**more):
 @pytest.fixture
 def saved(tmp_path):
     """A folder with a tiny ViT of transformers and its image processor."""
+    tiny_vit().save_pretrained(tmp_path / "vit")
     from transformers import ViTImageProcessor
 
-    tiny_vit().save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 32, "width": 32}, resample=3).save_pretrained(tmp_path / "vit")
     return tmp_path / "vit"
 
@@ -342,6 +344,7 @@ def test_a_model_of_the_hub_that_is_in_the_cache_is_used_without_the_network(sav
 
 
 def test_the_hub_says_no(caches, monkeypatch):
+    pytest.importorskip("transformers")
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -362,7 +365,7 @@ def test_the_hub_says_no(caches, monkeypatch):
             models.load(f"hf:acme/vit{':revision=old' if 'Revision' in kind.__name__ else ''}")
 
 
-def test_the_commands_of_the_page(tmp_path, saved):
+def test_the_commands_of_the_page(tmp_path, saved, monkeypatch, capsys):
     import torchvision
 
     page = (ROOT / "docs" / "models.md").read_text()
@@ -372,18 +375,12 @@ def test_the_commands_of_the_page(tmp_path, saved):
     torch.save(torchvision.models.squeezenet1_1(num_classes=8).state_dict(), tmp_path / "weights.pth")
     commands = re.findall(r"```sh\n(come .*?)\n```", page, flags=re.DOTALL)
     assert len(commands) == 3
-    # As the installed command: the current folder is not where Python looks.
-    start = "import sys; sys.path = [p for p in sys.path if p]; from come.__main__ import main; main()"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part])  # as in the installed command
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-c", start, *shlex.split(command)[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "report runs/" in done.stdout
+        code, out, err = call(monkeypatch, capsys, *shlex.split(command)[1:])
+        assert code == 0, err
+        assert "report runs/" in out
 
 
 def test_cells_of_other_weights_are_other_cells(own):

@@ -230,6 +230,7 @@ def test_the_command_lists_what_there_is(broken):
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     """`examples/plugin` as pip installs it, without a network."""
+    pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("example")
     package = shutil.copytree(EXAMPLE, folder / "package")  # what a build leaves behind is left there
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--quiet"]

@@ -147,7 +147,12 @@ def test_the_ablation_end_to_end(tmp_path):
     assert all(w.measured <= a.measured for w, a in zip(worst.lines, average.lines, strict=True))
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+LIKE_OTHERS = ("openworld-0.3", "openworld-resnet")  # those of another with a number or a model changed
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in EXPERIMENTS]
+)
 def test_every_table_and_figure_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
     """Tiny, but whole: grid, table, the paper beside it, report and figures."""
     experiment = EXPERIMENTS[name]

@@ -23,7 +23,7 @@ def torchvision_model(name):
 
 
 def transformers_model(kind):
-    import transformers as t
+    t = pytest.importorskip("transformers")
 
     size = {"num_hidden_layers": 12, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     if kind == "vit":
@@ -101,9 +101,9 @@ def test_kinds_of_norm_layers(layer):
 
 def test_norms_of_other_libraries():
     import timm.layers
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    for layer in (timm.layers.BatchNormAct2d(4), timm.layers.LayerNorm2d(4), timm.layers.RmsNorm(4), LlamaRMSNorm(4)):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm
+    for layer in (timm.layers.BatchNormAct2d(4), timm.layers.LayerNorm2d(4), timm.layers.RmsNorm(4), llama(4)):
         assert is_norm(layer), layer
     for layer in (nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.Embedding(4, 4), nn.PReLU(4), nn.InstanceNorm2d(4)):
         assert not norm_affine()(nn.Sequential(layer)), layer

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from calling import call
@@ -23,17 +25,21 @@ DOCS = Path(__file__).parents[1] / "docs"
 PUBLIC = ("objectives", "methods", "metrics", "corruptions", "select", "optim", "callbacks", "theory", "bench", "serve")
 
 
-def build(docs, out):
+def build(docs, out, *more):
     """The command of docs/conf.py."""
-    command = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", str(docs), str(out)]
+    pytest.importorskip("myst_nb")
+    command = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", *more, str(docs), str(out)]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, with its notebooks executed."""
+AS_THEY_ARE = ("-D", "nb_execution_mode=off", "-D", "suppress_warnings=myst-nb.lexer")
+
+
+@pytest.fixture(scope="module", params=[AS_THEY_ARE])
+def site(request, tmp_path_factory):
+    """The site; its notebooks are executed by `pytest -m slow`."""
     out = tmp_path_factory.mktemp("site")
-    done = build(DOCS, out)
+    done = build(DOCS, out, *request.param)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -65,8 +71,21 @@ def test_the_first_page_has_a_picture_and_code_can_be_read_and_copied(site):
     assert "site.css" in first
 
 
+NOTEBOOKS = {"first_steps": "right", "collapse": "source weights restored"}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # matplotlib, of a tensor
+@pytest.mark.parametrize("page", NOTEBOOKS)
+def test_the_notebooks_run(page, capsys, caplog):
+    runpy.run_path(str(DOCS / "notebooks" / f"{page}.py"))
+    plt.close("all")
+    assert NOTEBOOKS[page] in capsys.readouterr().out + caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", [()], indirect=True)
 def test_the_notebooks_were_executed(site):
-    for page, words in {"first_steps": "right", "collapse": "source weights restored"}.items():
+    for page, words in NOTEBOOKS.items():
         shown = (site / "notebooks" / f"{page}.html").read_text()
         assert words in re.sub(r"<[^>]*>", "", shown)
         assert '<img alt="' in shown

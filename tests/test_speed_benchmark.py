@@ -26,8 +26,10 @@ def load(name):
 
 @pytest.fixture(scope="module")
 def published():
+    load("methods")
     yield load("published")
-    del sys.modules["published"]
+    for name in ("published", "methods"):
+        del sys.modules[name]
 
 
 class Tiny(nn.Module):

@@ -49,8 +49,8 @@ def test_on_the_selected_samples_alone(case, source_batches, monkeypatch):
 
 
 @pytest.mark.recorded("tent", "tent_come", "eata", "eata_come", "sar", "sar_come")
-def test_compiled(case, source_batches):
-    """A few of them: to compile takes its time. On a GPU all are run, captured."""
+def test_compiled(case, source_batches, compiler):
+    """On a CPU a few of them; on a GPU all, captured."""
     if not torch.cuda.is_available() and case.name not in COMPILED:
         pytest.skip("needs a CUDA device")
     replay(case, source_batches, compile=True)

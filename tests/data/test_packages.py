@@ -15,16 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import datasets
 import numpy as np
 import pytest
 import timm
 import torch
-import webdataset
 from calling import call
 from cifar10_files import made_up, pack, save_pickled, save_sheets
 from drawing import picture, save_pictures
-from pyarrow import parquet
 from safetensors.torch import save_file
 
 import come
@@ -32,6 +29,9 @@ from come import corruptions
 from come.bench import Bench, Plan, models, run
 from come.bench.data import Preprocess, open_source, opening
 from come.bench.data.imagenet import places
+
+datasets, webdataset = pytest.importorskip("datasets"), pytest.importorskip("webdataset")
+parquet = pytest.importorskip("pyarrow.parquet")
 
 ROOT = Path(__file__).parents[2]
 SMALL = Preprocess(size=8, resize=8)

@@ -101,12 +101,10 @@ class Case(NamedTuple):
         return [x.split(parts)[rank] for x, parts in zip(self.batches(), self.parts(), strict=True)]
 
 
-ISSUED = [
+ISSUED = [  # every pair of number of ranks, objective and norm
     Case(method, objective, norm, ranks)
-    for ranks in (2, 3)
+    for ranks, objective, norm in ((2, "em", "layer"), (2, "come", "batch"), (3, "em", "batch"), (3, "come", "layer"))
     for method in ("tent", "eata", "sar", "cotta")
-    for objective in ("em", "come")
-    for norm in ("layer", "batch")
 ]
 UNDIVIDED = ("foa",)
 FURTHER = [

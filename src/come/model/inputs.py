@@ -230,7 +230,7 @@ def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32 if it is in half precision, else as it is.
 
     Example:
-        >>> exact(torch.zeros(1, dtype=torch.bfloat16)).dtype
+        >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
         torch.float32
     """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
