@@ -48,7 +48,7 @@ def test_importing_come_imports_no_more_than_it_needs():
     """The other modules are imported when they are asked for."""
     done = run(
         "import sys, come\n"
-        "for name in ('testing', 'metrics', 'corruptions', 'bench'):\n"
+        "for name in ('testing', 'corruptions', 'bench'):\n"
         "    assert f'come.{name}' not in sys.modules and name in dir(come), name\n"
         "    assert getattr(come, name) is sys.modules[f'come.{name}'], name\n"
         "    if name == 'testing':\n"
@@ -93,11 +93,11 @@ LAYERS = [
         "model.heads",
         "images.normalization",
         "images.augment",
-        "metrics",
     ],
     ["streams.vmap"],
     ["objectives", "model.batchnorm", "corruptions"],
-    ["abstain", "streams.norms"],
+    ["metrics", "streams.norms"],
+    ["abstain"],
     ["model.copies", "guard", "model.ranks"],
     ["model.functional"],
     ["method"],

@@ -1,4 +1,4 @@
-"""What all metrics check of their arguments, and the counts that most of them are made of."""
+"""The checks of arguments that all metrics share, and the counts that most of them are made of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from come.errors import InputError
 
 
 def alike(**columns: Tensor) -> None:
-    """Refuse what is not (N,), all of one N."""
+    """Raise an `InputError` unless all columns are (N,) with one N."""
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         named = " and ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
@@ -17,7 +17,7 @@ def alike(**columns: Tensor) -> None:
 
 
 def no_nan(column: Tensor, name: str = "confidence") -> None:
-    """Refuse what cannot be ranked."""
+    """Raise an `InputError` if the column has a NaN, which cannot be ranked."""
     bad = int(column.isnan().sum())
     if bad:
         raise InputError(
