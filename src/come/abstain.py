@@ -71,7 +71,6 @@ class Promise:
             raise InputError(f"{self.score!r}, {numbers} is not a promise")
 
     def __str__(self) -> str:
-        """In words."""
         if self.risk is not None and self.delta is not None:
             what = (
                 f"at most {100 * self.risk:.3g}% of the answered samples are wrong "

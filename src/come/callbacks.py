@@ -1,7 +1,7 @@
 """Functions that run after each step: `adapter.callbacks.append(Snapshots("folder"))`.
 
-A callback is any function of (adapter, step). An exception in it is logged, counted in `health()["callback_failed"]`, and stops
-nothing.
+A callback is any function of (adapter, step). An exception in it is logged, counted in `health()["callback_failed"]`, and
+stops nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Log = Callable[[str, float, int], object]
 class Snapshots:
     """Write the state to disk every `every` steps, and keep the last `keep` files.
 
-    Files are called `METHOD-NUMBER.safetensors`; numbers continue after those in the folder, which is created if
-    missing. Only files with such a name are removed, oldest first; no other file is touched.
+    Files are called `METHOD-NUMBER.safetensors`; numbers continue after those in the folder, which is created if missing. Only
+    files with such a name are removed, oldest first; no other file is touched.
 
     Example:
         >>> import come, tempfile, torch

@@ -1,7 +1,7 @@
 """The exceptions of `come`. Every message names the limit, the value that was given and the repair.
 
-All are `ComeError`s, so `except come.ComeError` catches every error that this library raises on purpose; each is also
-the built-in type that a Python programmer would expect.
+All are `ComeError`s, so `except come.ComeError` catches every error that this library raises on purpose; each is also the
+built-in type that a Python programmer would expect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What adaptation minimizes: log-masses, and everything that follows from them.
 
-An objective is one function, `log_mass(logits) -> (..., M)`: a normalized log-distribution over M outcomes. Softmax has
-the K classes as outcomes. A subjective opinion has K + 1: the classes and "I do not know". Everything else is derived
-here, for every objective:
+An objective is one function, `log_mass(logits) -> (..., M)`: a normalized log-distribution over M outcomes. Softmax has the K
+classes as outcomes. A subjective opinion has K + 1: the classes and "I do not know". Everything else is derived here, for
+every objective:
 
     entropy      H(m)    = -sum_j exp(m_j) m_j                  Tent, EATA, SAR
     consistency  C(s, t) = -sum_j exp(t_j) s_j                  student and teacher
@@ -42,8 +42,8 @@ def hold_norm(logits: Tensor, p: float = 2.0) -> Tensor:
 
     .. math:: z = f \cdot \mathrm{sg}(\lVert f \rVert_p) / \lVert f \rVert_p
 
-    The gradient with respect to f is orthogonal to f: :math:`\langle f, \partial L / \partial f \rangle = 0`, so no
-    step can lower the loss by growing the logits. A zero vector stays zero and gets a zero gradient.
+    The gradient with respect to f is orthogonal to f: :math:`\langle f, \partial L / \partial f \rangle = 0`, so no step can
+    lower the loss by growing the logits. A zero vector stays zero and gets a zero gradient.
 
     Example:
         >>> f = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -62,8 +62,8 @@ def hold_norm(logits: Tensor, p: float = 2.0) -> Tensor:
 class Objective(ABC):
     """A log-mass over M outcomes and everything that is derived from it.
 
-    To write your own, subclass it with one method, `log_mass`, and pass an instance wherever a name is accepted. If M =
-    K + 1, the last outcome means "I do not know". `come.testing.check_objective` checks the contract.
+    To write your own, subclass it with one method, `log_mass`, and pass an instance wherever a name is accepted. If M = K + 1,
+    the last outcome means "I do not know". `come.testing.check_objective` checks the contract.
 
     Example:
         >>> class Tempered(Objective):
@@ -195,16 +195,16 @@ class Opinion(Objective):
 
     .. math:: b_k = e_k / S, \qquad u = K / S
 
-    which is the softmax over the K logits and one more logit, ln K; it is computed in that form, so it is exact and finite
-    for every K, dtype and scale.
+    which is the softmax over the K logits and one more logit, ln K; it is computed in that form, so it is exact and finite for
+    every K, dtype and scale.
 
     Args:
         freeze_norm: take the gradient with the norm of the logits held (Eq. 9); without it, the ablation's "SL without UC".
         p: order of that norm, 1 <= p <= inf.
         tau: factor on the logits, > 0.
-        evidence: "exp" is what the published implementation does. "exp-1" is Eq. 3 to 5 of the paper with the evidence
-            clamped at 0 (as printed, a negative logit makes a negative belief and a NaN). "relu" and "softplus" are
-            the usual alternatives of evidential learning.
+        evidence: "exp" is what the published implementation does. "exp-1" is Eq. 3 to 5 of the paper with the evidence clamped
+            at 0 (as printed, a negative logit makes a negative belief and a NaN). "relu" and "softplus" are the usual
+            alternatives of evidential learning.
         eps: added to every mass, without renormalizing. 0 by default; 1e-7 reproduces the published numbers.
 
     Example:
@@ -240,18 +240,18 @@ class Opinion(Objective):
 class Invariant(Objective):
     r"""COME for any classifier: an opinion that does not depend on the constant that training leaves undetermined.
 
-    A softmax classifier is the same for every constant added to its logits, but the opinion of `Opinion` is not: there
-    "I do not know" has the fixed logit ln K. Here its mass is the normalized entropy of the classifier itself. With the
-    centred logits :math:`c = f - \bar f`, their held form :math:`z = c \, \mathrm{sg}(\lVert c \rVert_2) / \lVert c
-    \rVert_2` and :math:`p = \mathrm{softmax}(f)`:
+    A softmax classifier is the same for every constant added to its logits, but the opinion of `Opinion` is not: there "I do
+    not know" has the fixed logit ln K. Here its mass is the normalized entropy of the classifier itself. With the centred
+    logits :math:`c = f - \bar f`, their held form :math:`z = c \, \mathrm{sg}(\lVert c \rVert_2) / \lVert c \rVert_2` and
+    :math:`p = \mathrm{softmax}(f)`:
 
     .. math:: u = \min\left(\frac{H(p)}{\ln K},\ \frac12\right), \qquad
               m = \log \mathrm{softmax}\left(z_1, \ldots, z_K,\
                   \mathrm{sg}\left(\ln \sum_k e^{z_k} + \ln \frac{u}{1 - u}\right)\right)
 
-    so that :math:`b_k = (1 - u) \, p_k`. The logit of "I do not know" is a constant for the gradient, as ln K is in
-    COME, and the gradient has no part along c. Two classifiers with the same probabilities get the same masses and
-    gradients (`come.testing.check_invariance`).
+    so that :math:`b_k = (1 - u) \, p_k`. The logit of "I do not know" is a constant for the gradient, as ln K is in COME, and
+    the gradient has no part along c. Two classifiers with the same probabilities get the same masses and gradients
+    (`come.testing.check_invariance`).
 
     Args:
         freeze_norm: take the gradient with the norm of the centred logits held.

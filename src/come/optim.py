@@ -1,8 +1,8 @@
 """Optimizers as pure functions: (weights, gradient, moments, learning rate) -> (weights, moments).
 
 All adapted parameters are one vector (P,), so `sgd` and `adam` are a few operations, and nothing is changed in place: a
-rejected update is dropped together with its moments. Any other torch optimizer is rebuilt in each step from the
-moments; that is slower, and waits for the device.
+rejected update is dropped together with its moments. Any other torch optimizer is rebuilt in each step from the moments; that
+is slower, and waits for the device.
 """
 
 from __future__ import annotations

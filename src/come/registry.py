@@ -25,8 +25,8 @@ class Registry(Generic[T]):
 
     Args:
         kind: what the things are, for messages: "method", "objective".
-        entry_points: group of the entry points of installed packages, read on the first miss or listing. One that
-            cannot be loaded or is of the wrong kind is left out with a warning.
+        entry_points: group of the entry points of installed packages, read on the first miss or listing. One that cannot be
+            loaded or is of the wrong kind is left out with a warning.
         check: says what is wrong with a thing that is to be added.
 
     Example:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
 from come.errors import require
 
-
-class Selector(Protocol):
-    """Takes a model, returns the parameters to adapt by name, in the model's order."""
-
-    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters to adapt."""
-        ...
-
+Selector = Callable[[nn.Module], dict[str, nn.Parameter]]
+"""Takes a model, returns the parameters to adapt by name, in the model's order."""
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -53,8 +47,8 @@ def blocks(model: nn.Module) -> list[str]:
     """Names of the blocks that `model` stacks, first to last: a ViT's layers, a ResNet's stages; [] if there is no stack.
 
     A stack is three or more siblings that all contain normalization layers: the compound children of a `Sequential` or
-    `ModuleList`, or children of any module whose names differ only in a number (`layer1`, `layer2`, ...). Of several
-    stacks the one with the most normalization layers counts, the outermost first.
+    `ModuleList`, or children of any module whose names differ only in a number (`layer1`, `layer2`, ...). Of several stacks
+    the one with the most normalization layers counts, the outermost first.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -92,9 +86,9 @@ class norm_affine:  # noqa: N801 - reads as the verb it is: select=norm_affine(s
     """Select the weights and biases of normalization layers.
 
     Args:
-        skip_last: share of the blocks, counted from the end, that does not adapt, in [0, 1); rounded to whole blocks,
-            at least one when positive. The normalization layers behind the last block (the final norm) are left out
-            with it. In a model without a recognizable stack of blocks it is the share of the normalization layers.
+        skip_last: share of the blocks, counted from the end, that does not adapt, in [0, 1); rounded to whole blocks, at least
+            one when positive. The normalization layers behind the last block (the final norm) are left out with it. In a model
+            without a recognizable stack of blocks it is the share of the normalization layers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))

@@ -4,13 +4,12 @@ Everything here holds for logits of any sign and for the default evidence of `co
 
 .. math:: u = \frac{K}{\sum_k e^{f_k} + K} = \sigma(\ln K - \mathrm{LSE}(f)).
 
-The errors in the paper: Lemma 1 and Theorem 1 are proved with :math:`u = K / \mathrm{LSE}(f)`, but by the paper's own
-Eq. 4 :math:`u = K / \sum_k e^{f_k}`: the logarithm was lost. As printed, the lower bound of Lemma 1 is 2.88 for K = 2,
-f = 0, though u never exceeds 1. Theorem 1 bounds the *softmax* confidence by u alone; that cannot hold, since u depends
-only on the sum of the evidence: K = 2, f = (ln 2, -40) has u = 1/2 and softmax confidence 1 - 2e-18, while the printed
-bound is 0.982. The idea survives in three true statements: the norm that COME holds brackets u (`uncertainty_bounds`),
-it bounds the softmax confidence (`confidence_bound`), and u itself bounds the belief that COME reports
-(`belief_bound`).
+The errors in the paper: Lemma 1 and Theorem 1 are proved with :math:`u = K / \mathrm{LSE}(f)`, but by the paper's own Eq. 4
+:math:`u = K / \sum_k e^{f_k}`: the logarithm was lost. As printed, the lower bound of Lemma 1 is 2.88 for K = 2, f = 0, though
+u never exceeds 1. Theorem 1 bounds the *softmax* confidence by u alone; that cannot hold, since u depends only on the sum of
+the evidence: K = 2, f = (ln 2, -40) has u = 1/2 and softmax confidence 1 - 2e-18, while the printed bound is 0.982. The idea
+survives in three true statements: the norm that COME holds brackets u (`uncertainty_bounds`), it bounds the softmax confidence
+(`confidence_bound`), and u itself bounds the belief that COME reports (`belief_bound`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def uncertainty_bounds(norm: Tensor, num_classes: int, p: float = 2.0) -> tuple[
 
     .. math:: \frac{1}{1 + e^{\lVert f \rVert_p}} \;\le\; u \;\le\; \sigma\!\left(K^{-1/p} \lVert f \rVert_p\right)
 
-    Because :math:`\ln K - K^{-1/p}\lVert f\rVert_p \le \mathrm{LSE}(f) \le \ln K + \lVert f\rVert_\infty`. Equal
-    negative logits attain the upper bound for every p, equal positive logits the lower one for p = inf.
+    Because :math:`\ln K - K^{-1/p}\lVert f\rVert_p \le \mathrm{LSE}(f) \le \ln K + \lVert f\rVert_\infty`. Equal negative
+    logits attain the upper bound for every p, equal positive logits the lower one for p = inf.
 
     Args:
         norm: :math:`\lVert f \rVert_p` >= 0, of any shape, which the lower and the upper bound have too.
@@ -50,8 +49,8 @@ def confidence_bound(norm: Tensor, num_classes: int, p: float = 2.0) -> Tensor:
 
     .. math:: \max_k p_k \;\le\; \frac{1}{1 + (K - 1) \exp\!\left(-2^{1 - 1/p} \lVert f \rVert_p\right)}
 
-    Because no difference of two logits exceeds :math:`2^{1-1/p}\lVert f\rVert_p`. Attained by (a, -a) for K = 2 and
-    every p, and by (a, -a, ..., -a) for p = inf and every K. Arguments as in `uncertainty_bounds`.
+    Because no difference of two logits exceeds :math:`2^{1-1/p}\lVert f\rVert_p`. Attained by (a, -a) for K = 2 and every p,
+    and by (a, -a, ..., -a) for p = inf and every K. Arguments as in `uncertainty_bounds`.
 
     Example:
         >>> f = torch.tensor([3.0, -3.0])
@@ -68,8 +67,8 @@ def belief_bound(source_uncertainty: Tensor, delta: float | Tensor = 0.0) -> Ten
 
     .. math:: \max_k b_k \;\le\; 1 - u \;\le\; 1 - \max(u_0 - \delta, 0)
 
-    Attained in the limit of one logit far above the others. `source_uncertainty` is :math:`u_0` of the source model in
-    [0, 1], of any shape, and delta >= 0 how far u may move from it.
+    Attained in the limit of one logit far above the others. `source_uncertainty` is :math:`u_0` of the source model in [0, 1],
+    of any shape, and delta >= 0 how far u may move from it.
 
     Example:
         >>> belief_bound(torch.tensor([0.0, 0.5, 0.9]), delta=0.1)

@@ -6,9 +6,9 @@
     >>> corrupt(images, "fog", severity=3).shape
     torch.Size([4, 3, 64, 64])
 
-Fifteen standard corruptions in four groups and four extra ones (:data:`GROUPS`, :func:`names`), at severities 1 to 5.
-The randomness of an image depends only on the seed, the image's index, the corruption and the severity: batch size,
-order, number of workers and device do not change it (up to float rounding).
+Fifteen standard corruptions in four groups and four extra ones (:data:`GROUPS`, :func:`names`), at severities 1 to 5. The
+randomness of an image depends only on the seed, the image's index, the corruption and the severity: batch size, order, number
+of workers and device do not change it (up to float rounding).
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ def corrupt(
     computed in float32; ``pixelate`` and ``jpeg_compression`` first round them to 8 bits.
 
     Args:
-        images: (B, 3, H, W), at least 8 pixels a side, not changed; uint8 in [0, 255], or floating point in [0, 1]
-            (values up to 0.001 outside, as resampling leaves them, are clipped; others are an error).
+        images: (B, 3, H, W), at least 8 pixels a side, not changed; uint8 in [0, 255], or floating point in [0, 1] (values up
+            to 0.001 outside, as resampling leaves them, are clipped; others are an error).
         name: one of :func:`names`.
         severity: 1 to 5.
         seed: any integer.
-        index: integers (B,), the identity of each image in its data set; default 0, 1, ..., B - 1. Pass it when a data
-            set is corrupted in batches, otherwise every batch gets the same noise.
+        index: integers (B,), the identity of each image in its data set; default 0, 1, ..., B - 1. Pass it when a data set is
+            corrupted in batches, otherwise every batch gets the same noise.
         table: the parameters, ``"cifar"`` (made for 32 pixels), ``"tiny"`` (64), ``"imagenet"`` (224) or
-            ``"imagenet_original"`` (see `come.corruptions.tables`); None chooses by the shorter side: up to 48, up to
-            96, larger.
+            ``"imagenet_original"`` (see `come.corruptions.tables`); None chooses by the shorter side: up to 48, up to 96,
+            larger.
 
     Returns:
         Tensor of the shape, dtype, device and range of ``images``.

@@ -99,10 +99,10 @@ def zoom_blur(x: Tensor, factors: tuple[float, ...], draws: Draws) -> Tensor:
 def glass_blur(x: Tensor, parameters: tuple[float, int, int], draws: Draws) -> Tensor:
     """Blur, replace pixels by near neighbours, blur again.
 
-    Each round visits the pixels from the bottom right to the top left and gives each one the current colour of the
-    pixel at a random offset in [-reach, reach - 1]^2, so a colour can be passed on many times. (The published code
-    means to swap the two pixels; as it swaps NumPy views, the second one keeps its colour, and all published data were
-    made this way.) Between the blurs the image is truncated to 8 bits, as published.
+    Each round visits the pixels from the bottom right to the top left and gives each one the current colour of the pixel at a
+    random offset in [-reach, reach - 1]^2, so a colour can be passed on many times. (The published code means to swap the two
+    pixels; as it swaps NumPy views, the second one keeps its colour, and all published data were made this way.) Between the
+    blurs the image is truncated to 8 bits, as published.
     """
     sigma, reach, rounds = parameters
     batch, channels, height, width = x.shape
@@ -122,11 +122,10 @@ def glass_blur(x: Tensor, parameters: tuple[float, int, int], draws: Draws) -> T
 def source_map(offsets: Tensor, reach: int) -> Tensor:
     """Find the pixel (B, H * W) whose colour each pixel ends up with: out[p] = in[map[p]].
 
-    The pixels (h, w), h from H - reach down to reach + 1 and w likewise, are visited in that order; each takes the
-    colour of (h + dy, w + dx), with (dy, dx) = offsets (B, 2, H, W) int64 in [-reach, reach - 1]. If that pixel was
-    visited before, its colour came from elsewhere in turn: the links to visited pixels form chains, which pointer
-    doubling follows all at once. A link continues with probability below 1/2, so no chain comes near the 64 links that
-    are followed.
+    The pixels (h, w), h from H - reach down to reach + 1 and w likewise, are visited in that order; each takes the colour of
+    (h + dy, w + dx), with (dy, dx) = offsets (B, 2, H, W) int64 in [-reach, reach - 1]. If that pixel was visited before, its
+    colour came from elsewhere in turn: the links to visited pixels form chains, which pointer doubling follows all at once. A
+    link continues with probability below 1/2, so no chain comes near the 64 links that are followed.
 
     Example:
         >>> source_map(torch.zeros(1, 2, 4, 4, dtype=torch.long), 1)[0].tolist() == list(range(16))

@@ -51,8 +51,8 @@ def brightness(x: Tensor, amount: float, draws: Draws) -> Tensor:
 def saturate(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
     """Change S of HSV: S' = clip(factor S + offset, 0, 1) at the same hue and value.
 
-    V - RGB is proportional to S at fixed hue and value, so out = V - (V - x) S' / S. A grey pixel has hue 0, red, as is
-    usual; with an offset it turns reddish.
+    V - RGB is proportional to S at fixed hue and value, so out = V - (V - x) S' / S. A grey pixel has hue 0, red, as is usual;
+    with an offset it turns reddish.
 
     Example:
         >>> x = torch.tensor([0.5, 0.25, 0.0]).view(1, 3, 1, 1)
@@ -97,8 +97,8 @@ def _nearest(size: int, small: int, device: torch.device) -> Tensor:
 def pixelate(x: Tensor, share: float, draws: Draws) -> Tensor:
     """Reduce to int(share side) pixels a side by box means and enlarge again by repetition.
 
-    The windows are those of Pillow's BOX filter, [round(i s), round((i + 1) s)) with s the reduction; the way back is
-    its nearest (or BOX, which is the same when enlarging) filter.
+    The windows are those of Pillow's BOX filter, [round(i s), round((i + 1) s)) with s the reduction; the way back is its
+    nearest (or BOX, which is the same when enlarging) filter.
 
     Example:
         >>> x = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4).expand(1, 3, 4, 4)
@@ -131,9 +131,9 @@ def jpeg_compression(x: Tensor, quality: int, draws: Draws) -> Tensor:
 def elastic_transform(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Tensor:
     """Warp with a smooth random field: out(p) = in(p + a (G_sigma * u)(p)), u uniform in [-1, 1]^2 at each pixel.
 
-    Sampling is bilinear with mirrored borders. With a jitter, the affine transform that moves three points (a square of
-    a third of the side around the centre) by uniform offsets in [-jitter, jitter]^2 comes first. The displacement a,
-    sigma and jitter are shares of the shorter side, so the effect does not depend on the size.
+    Sampling is bilinear with mirrored borders. With a jitter, the affine transform that moves three points (a square of a
+    third of the side around the centre) by uniform offsets in [-jitter, jitter]^2 comes first. The displacement a, sigma and
+    jitter are shares of the shorter side, so the effect does not depend on the size.
     """
     batch, _, height, width = x.shape
     side = min(height, width)

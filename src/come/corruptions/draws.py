@@ -131,8 +131,8 @@ class Draws:
     def poisson(self, stream: int, share: Tensor, peak: int) -> Tensor:
         """Counts min(Poisson(share * peak), peak), int32 like ``share`` (B, ...) in [0, 1]; peak from 1 to 511.
 
-        Sampling is by Walker's alias method on tables of 2041 rates, so it is exact (to the 21 bits of a draw) for
-        shares that are multiples of 1/2040, as those of 8-bit images are; other shares are rounded to the nearest.
+        Sampling is by Walker's alias method on tables of 2041 rates, so it is exact (to the 21 bits of a draw) for shares that
+        are multiples of 1/2040, as those of 8-bit images are; other shares are rounded to the nearest.
 
         Example:
             >>> share = torch.full((1, 10000), 0.2)
@@ -158,8 +158,8 @@ _RATES = 2040
 def _alias_table(peak: int, device: torch.device) -> tuple[Tensor, int]:
     """Alias tables of min(Poisson(peak * r / 2040), peak) for r = 0..2040, and their number of cells, a power of two.
 
-    The flat int32 table holds ``threshold << 9 | alias`` for each (rate, cell). The tables of all rates are built side
-    by side: each step settles one cell in every row.
+    The flat int32 table holds ``threshold << 9 | alias`` for each (rate, cell). The tables of all rates are built side by
+    side: each step settles one cell in every row.
     """
     if not 1 <= peak <= 511:
         raise ValueError(f"peak must be from 1 to 511, got {peak}")

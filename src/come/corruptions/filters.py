@@ -60,8 +60,8 @@ def gaussian_taps(sigma: float, truncate: float = 4.0) -> list[float]:
 def smooth(x: Tensor, sigma: float, *, truncate: float = 4.0, mode: str = "replicate") -> Tensor:
     """Blur (B, C, H, W) with a Gaussian, by one pass along each axis; sigma 0 returns ``x`` itself.
 
-    out[y, x] = sum_ij g_i g_j in[y + i, x + j] with g_i proportional to exp(-i^2 / (2 sigma^2)), |i| <= truncate *
-    sigma. `mode` is the border mode of :func:`extend`.
+    out[y, x] = sum_ij g_i g_j in[y + i, x + j] with g_i proportional to exp(-i^2 / (2 sigma^2)), |i| <= truncate * sigma.
+    `mode` is the border mode of :func:`extend`.
 
     Example:
         >>> round(smooth(torch.ones(1, 1, 4, 4), 1.0).mean().item(), 5)
@@ -99,8 +99,8 @@ def fft_size(least: int) -> int:
 def fft_filter(padded: Tensor, spectrum: Tensor, shape: tuple[int, int], corner: tuple[int, int]) -> Tensor:
     """Convolve circularly with a kernel given by its real FFT and cut the valid part out.
 
-    `padded` is the image with its border (B, C, h, w), `spectrum` broadcasts to (B, C, FH, FW // 2 + 1) with FH =
-    fft_size(h) and FW = fft_size(w), and the result is (B, C, *shape), cut out at `corner` = (top, left).
+    `padded` is the image with its border (B, C, h, w), `spectrum` broadcasts to (B, C, FH, FW // 2 + 1) with FH = fft_size(h)
+    and FW = fft_size(w), and the result is (B, C, *shape), cut out at `corner` = (top, left).
 
     Example:
         >>> x = torch.rand(1, 1, 4, 4)
@@ -119,9 +119,9 @@ def motion_line(
 ) -> Tensor:
     """Blur (B, C, H, W) along a line that starts at the pixel, at one angle per image, with half-Gaussian weights.
 
-    out(p) = sum_i k_i in(p + round(i (cos a, sin a))), i = 0..2 radius, k_i proportional to exp(-i^2 / (2 sigma^2)),
-    where positions off the image read its nearest border pixel. It is computed in the frequency domain, as sum_i k_i
-    e^(2 pi j f . offset_i), so the kernels of all images are made by one matrix product.
+    out(p) = sum_i k_i in(p + round(i (cos a, sin a))), i = 0..2 radius, k_i proportional to exp(-i^2 / (2 sigma^2)), where
+    positions off the image read its nearest border pixel. It is computed in the frequency domain, as sum_i k_i e^(2 pi j f .
+    offset_i), so the kernels of all images are made by one matrix product.
 
     Args:
         x: (B, C, H, W).
@@ -159,8 +159,8 @@ def motion_line(
 def zoom(x: Tensor, factor: float) -> Tensor:
     """Enlarge the centre of an image by a factor >= 1 to its full size, bilinearly with the corners aligned.
 
-    The centre has ceil(side / factor) pixels a side and is enlarged to round(that * factor), whose extra row and
-    column, if any, are cut off in the middle.
+    The centre has ceil(side / factor) pixels a side and is enlarged to round(that * factor), whose extra row and column, if
+    any, are cut off in the middle.
     """
     height, width = x.shape[-2:]
     return enlarge(centre(x, factor), height, width, factor)

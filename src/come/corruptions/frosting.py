@@ -1,7 +1,7 @@
 """Procedural frost textures, which stand in for the published photographs, since these are not shipped.
 
-Each texture is a mix of drawn ice ferns, embossed ridges and fractal noise, with the mean colour and the contrast of one of the
-five photographs. They are made once, on the CPU, from a fixed seed, so they are the same everywhere.
+Each texture is a mix of drawn ice ferns, embossed ridges and fractal noise, with the mean colour and the contrast of one of
+the five photographs. They are made once, on the CPU, from a fixed seed, so they are the same everywhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """JPEG compression and decompression of 8-bit images, by Pillow or by a discrete cosine transform in torch.
 
-Both follow the defaults of libjpeg and ``PIL.Image.save(..., quality=q)``: Annex K quantization tables scaled by
-quality, YCbCr, 4:2:0 chroma, and "fancy" (triangle) chroma upsampling in the decoder. The torch path leaves out only
-the lossless entropy coder. ``"auto"`` takes Pillow, which is faster, for CPU tensors if it is installed, and torch
-otherwise; :func:`jpeg_backend` forces one.
+Both follow the defaults of libjpeg and ``PIL.Image.save(..., quality=q)``: Annex K quantization tables scaled by quality,
+YCbCr, 4:2:0 chroma, and "fancy" (triangle) chroma upsampling in the decoder. The torch path leaves out only the lossless
+entropy coder. ``"auto"`` takes Pillow, which is faster, for CPU tensors if it is installed, and torch otherwise;
+:func:`jpeg_backend` forces one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Severity parameters of the 19 corruptions, for each of the published benchmarks.
 
 The numbers are those of ImageNet-C (224 pixels), CIFAR-10-C (32 pixels) and Tiny-ImageNet-C (64 pixels), Hendrycks and
-Dietterich, "Benchmarking neural network robustness to common corruptions and perturbations", ICLR 2019. Each entry has
-five rows, for severities 1 to 5.
+Dietterich, "Benchmarking neural network robustness to common corruptions and perturbations", ICLR 2019. Each entry has five
+rows, for severities 1 to 5.
 
 Two ImageNet tables are in use, which differ in the elastic transform. ``"imagenet"`` has the size-free form of the
-`imagecorruptions` package (local distortion alone); ``"imagenet_original"`` has the parameters of the first release (a
-random affine map as well, and very smooth fields at severities 1 and 2).
+`imagecorruptions` package (local distortion alone); ``"imagenet_original"`` has the parameters of the first release (a random
+affine map as well, and very smooth fields at severities 1 and 2).
 """
 
 from __future__ import annotations

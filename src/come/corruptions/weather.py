@@ -1,7 +1,7 @@
 """Weather: snow, frost, fog and spatter (brightness, the fourth of the group, is with the other HSV maps).
 
-Every function takes float32 images (B, 3, H, W) in [0, 1], which it may overwrite, the parameters of one severity and
-the random numbers of the batch. It returns images of the same shape, not yet clipped to [0, 1].
+Every function takes float32 images (B, 3, H, W) in [0, 1], which it may overwrite, the parameters of one severity and the
+random numbers of the batch. It returns images of the same shape, not yet clipped to [0, 1].
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ def frost(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Te
     """Overlay frost: out = a x + b f, f a random crop of one of five frost textures.
 
     The textures are procedural (:mod:`come.corruptions.frosting`), with the mean colours and contrasts of the published
-    photographs, which are not shipped; so results agree with the published ones in brightness and contrast, not in
-    pattern. The third parameter is the scale of the textures; they are enlarged further for images that they do not
-    cover.
+    photographs, which are not shipped; so results agree with the published ones in brightness and contrast, not in pattern.
+    The third parameter is the scale of the textures; they are enlarged further for images that they do not cover.
 
     Example:
         >>> out = frost(torch.zeros(1, 3, 32, 32), (0.75, 0.45, 0.2), Draws(0, torch.arange(1), "frost", 5))
@@ -81,9 +80,9 @@ def frost(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Te
 def plasma(draws: Draws, side: int, decay: float) -> Tensor:
     """Make plasma fractals (B, side, side) in [0, 1] by the diamond-square method, on a torus; `side` is a power of two.
 
-    From the coarsest grid to single pixels, the points half-way between known ones get the mean of their four neighbours (first
-    diagonal, then straight) plus uniform noise in [-w^2, w^2]; w starts at 100 and is divided by ``decay`` at each level. Whole
-    levels are computed at once.
+    From the coarsest grid to single pixels, the points half-way between known ones get the mean of their four neighbours
+    (first diagonal, then straight) plus uniform noise in [-w^2, w^2]; w starts at 100 and is divided by ``decay`` at each
+    level. Whole levels are computed at once.
 
     Example:
         >>> plasma(Draws(0, torch.arange(2), "fog", 1), 16, 2.0).shape
@@ -125,9 +124,9 @@ def fog(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
 def spatter(x: Tensor, parameters: tuple[float, float, float, float, float, bool], draws: Draws) -> Tensor:
     """Splash water (severities 1 to 3) or mud (4 and 5) onto the lens.
 
-    A liquid layer is N(mean, deviation) noise, blurred by sigma and zeroed below a threshold. Mud: the mask m of the
-    layer is blurred by `strength` and zeroed below 0.8, out = (1 - m) x + m brown. Water: out = x + strength m
-    turquoise, with m of :func:`_water`.
+    A liquid layer is N(mean, deviation) noise, blurred by sigma and zeroed below a threshold. Mud: the mask m of the layer is
+    blurred by `strength` and zeroed below 0.8, out = (1 - m) x + m brown. Water: out = x + strength m turquoise, with m of
+    :func:`_water`.
     """
     mean, deviation, sigma, threshold, strength, mud = parameters
     height, width = x.shape[-2:]
@@ -199,8 +198,8 @@ def _distance(edges: Tensor, most: int = 20) -> Tensor:
 def _water(layer: Tensor) -> Tensor:
     """Shade water drops, with values 0..255 in ``layer``, by their distance from the rim.
 
-    The distance to the rim (at most 20) is blurred, histogram-equalized, embossed with
-    [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], blurred, multiplied by the layer and divided by its largest value.
+    The distance to the rim (at most 20) is blurred, histogram-equalized, embossed with [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]],
+    blurred, multiplied by the layer and divided by its largest value.
     """
     height, width = layer.shape[-2:]
     distance = _box3(_distance(_edges(layer))).add_(1e-3).floor_()

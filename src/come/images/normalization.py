@@ -1,4 +1,4 @@
-"""Between the normalized tensors that a model takes and images in [0, 1], on which augmentations act."""
+"""Converts between the normalized inputs of a model and images in [0, 1], on which augmentations act."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ MeanStd = Union[tuple[Sequence[float], Sequence[float]], "Normalization", None]
 
 @dataclass(frozen=True)
 class Normalization:
-    r"""What turned an image in [0, 1] into the model's input: :math:`x = (image - mean) / std`, per channel.
-
-    Args:
-        mean: one number per channel, or one for all.
-        std: the same, positive.
+    """The normalization of a model's inputs, :math:`x = (image - mean) / std`, with one number per channel or one for all.
 
     Example:
         >>> n = Normalization((0.5,), (0.5,))
@@ -40,7 +36,7 @@ class Normalization:
 
     @classmethod
     def of(cls, value: MeanStd) -> Normalization:
-        """A `Normalization`, a pair (mean, std), or None for inputs that are images in [0, 1] already."""
+        """Convert a `Normalization`, a pair (mean, std), or None for inputs that are images in [0, 1]."""
         if value is None:
             return cls()
         if isinstance(value, Normalization):
@@ -57,7 +53,7 @@ class Normalization:
         return cls(mean, std)
 
     def images(self, x: Tensor) -> Tensor:
-        """Model input (..., C, H, W) -> images; those of the data lie in [0, 1]."""
+        """Model input (..., C, H, W) -> images in [0, 1]."""
         mean, std = self._like(x)
         return x * std + mean
 
@@ -67,7 +63,7 @@ class Normalization:
         return (images - mean) / std
 
     def check(self, x: Tensor, who: str, first: bool) -> None:
-        """Raise `InputError` if `x`, the `first` batch, holds no images once the normalization is undone: waits for it."""
+        """Raise `InputError` if `x`, the `first` batch, is no images without its normalization; waits for the device."""
         if not first:
             return
         low, high = torch.aminmax(self.images(x.detach().float()))
@@ -88,7 +84,7 @@ class Normalization:
 
 
 def same_size(images: Tensor, before: Tensor, where: str) -> None:
-    """Raise `InputError` unless images (B, C, H, W) have the size of those that `where` holds."""
+    """Raise `InputError` unless images (B, C, H, W) have the size of those `before`."""
     if before.shape[1:] != images.shape[1:]:
         raise InputError(
             f"images are {tuple(images.shape[1:])}, those before were {tuple(before.shape[1:])}; {where} holds one size: "

@@ -55,8 +55,8 @@ def nll(log_probability: Tensor, label: Tensor) -> Tensor:
         label: (N,) class indices; negative marks an outlier.
 
     Returns:
-        (N,) nats in [0, 100], never NaN. 0 for outliers, so average it with `labelled_mean`; 100 where the label is
-            none of the K
+        (N,) nats in [0, 100], never NaN. 0 for outliers, so average it with `labelled_mean`; 100 where the label is none of
+            the K
         classes or a logit is NaN.
 
     Example:
@@ -73,8 +73,8 @@ def brier(log_probability: Tensor, label: Tensor) -> Tensor:
     r"""Brier score over all classes, per sample: :math:`\sum_k (p_k - [k = y_i])^2`, of arguments as in `nll`.
 
     Returns:
-        (N,) in [0, 2], never NaN. 0 for outliers, so average it with `labelled_mean`; 2 where a logit is NaN. A label
-            that is none
+        (N,) in [0, 2], never NaN. 0 for outliers, so average it with `labelled_mean`; 2 where a logit is NaN. A label that is
+            none
         of the K classes counts as a class of probability 0.
 
     Example:

@@ -10,8 +10,8 @@ from come.metrics.checks import alike
 def accuracy(prediction: Tensor, label: Tensor) -> float:
     r"""Share of labelled samples that are predicted right, :math:`\frac{1}{n} \sum_i [\hat y_i = y_i]`.
 
-    Prediction and label are class indices (N,); a negative label marks an outlier, which does not count. NaN if nothing
-    is labelled.
+    Prediction and label are class indices (N,); a negative label marks an outlier, which does not count. NaN if nothing is
+    labelled.
 
     Example:
         >>> import torch

@@ -15,8 +15,8 @@ from come.metrics.checks import alike, passing
 def fpr(confidence: Tensor, correct: Tensor, *, accept: float = 0.95) -> float:
     r"""The paper's FPR: share of wrong samples that pass the threshold which accepts 95% of the correct ones.
 
-    "Wrong" are misclassified samples and outliers. The threshold t is the one of the detection-error curve at which the
-    share of correct samples with a confidence of at most t is nearest to 5%;
+    "Wrong" are misclassified samples and outliers. The threshold t is the one of the detection-error curve at which the share
+    of correct samples with a confidence of at most t is nearest to 5%;
 
     .. math:: \mathrm{FPR} = |\{i \text{ wrong} : c_i > t\}| \,/\, |\{i \text{ wrong}\}|
 
@@ -64,8 +64,8 @@ def fpr95(confidence: Tensor, inlier: Tensor, *, accept: float = 0.95) -> float:
     .. math:: \mathrm{FPR95} = |\{i \text{ outlier} : c_i \ge t\}| \,/\, |\{i \text{ outlier}\}|
 
     where t is the largest confidence such that at least 95% of the inliers have a confidence of at least t. Inliers are all
-    samples of the known classes, right or wrong: this is not the paper's `fpr`. It is OpenOOD's `fpr_recall`; the tables of its
-    later versions have outliers as positives (`auc_and_fpr_recall`: the share of inliers that are rejected with 95% of the
+    samples of the known classes, right or wrong: this is not the paper's `fpr`. It is OpenOOD's `fpr_recall`; the tables of
+    its later versions have outliers as positives (`auc_and_fpr_recall`: the share of inliers that are rejected with 95% of the
     outliers), which is `fpr95(-c, ~inlier)`.
 
     Args:
@@ -115,13 +115,13 @@ def aupr(confidence: Tensor, positive: Tensor, *, interpolation: Literal["step",
     .. math:: \mathrm{AUPR} = \sum_j (R_j - R_{j-1}) P_j
               \quad\text{or}\quad \sum_j (R_j - R_{j-1}) \tfrac{1}{2} (P_j + P_{j-1}), \; P_0 = 1
 
-    The "step" form is scikit-learn's average precision. The "trapezoid" form, which is published for COME and OpenOOD,
-    is too high where many confidences are equal. With inliers as positives, `aupr(c, inlier)` is the AUPR-in and
-    `aupr(-c, ~inlier)` the AUPR-out. Confidence (N,) and positive (N,) bool as in `auroc`.
+    The "step" form is scikit-learn's average precision. The "trapezoid" form, which is published for COME and OpenOOD, is too
+    high where many confidences are equal. With inliers as positives, `aupr(c, inlier)` is the AUPR-in and `aupr(-c, ~inlier)`
+    the AUPR-out. Confidence (N,) and positive (N,) bool as in `auroc`.
 
     Returns:
-        in [0, 1], larger is better. 0 if there is no positive, 1 if there is no negative. If all confidences are equal,
-            the share s
+        in [0, 1], larger is better. 0 if there is no positive, 1 if there is no negative. If all confidences are equal, the
+            share s
         of positives, or (1 + s) / 2 for the trapezoid.
 
     Example:

@@ -79,8 +79,8 @@ def uniform_cross_entropy(logits: Tensor) -> Tensor:
 
     .. math:: H(U, p) = -\frac{1}{K} \sum_k \ln p_k = \ln \sum_k e^{z_k} - \frac{1}{K} \sum_k z_k
 
-    It is ln K for uniform logits. It is not the entropy of p, which the score "entropy" in `SCORES` negates, and the
-    published value has the other sign.
+    It is ln K for uniform logits. It is not the entropy of p, which the score "entropy" in `SCORES` negates, and the published
+    value has the other sign.
 
     Example:
         >>> import torch

@@ -18,9 +18,9 @@ def aurc(confidence: Tensor, correct: Tensor) -> float:
 
     .. math:: \mathrm{AURC} = \frac{1}{N} \sum_{k=1}^{N} \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is wrong}]
 
-    Confidence (N,) and correct (N,) bool. Equal confidences are in random order: the value is the expectation over it,
-    the error rate if all are equal. It is in [0, 1], smaller is better; 0 for an empty set. The best that any score
-    could do for these samples is `aurc(correct, correct)`; the rest is the excess AURC.
+    Confidence (N,) and correct (N,) bool. Equal confidences are in random order: the value is the expectation over it, the
+    error rate if all are equal. It is in [0, 1], smaller is better; 0 for an empty set. The best that any score could do for
+    these samples is `aurc(correct, correct)`; the rest is the excess AURC.
 
     Example:
         >>> aurc(torch.tensor([0.9, 0.8, 0.1, 0.1]), torch.tensor([True, True, False, True]))  # risks 0, 0, 1/6, 1/4
@@ -35,8 +35,8 @@ def abstention_accuracy(confidence: Tensor, correct: Tensor, coverage: float) ->
 
     .. math:: \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is right}], \quad k = \lceil \text{coverage} \cdot N \rceil
 
-    Confidence (N,), correct (N,) bool, and a coverage in (0, 1]. With equal confidences at the border it is the
-    expectation over their random order; 1 for an empty set.
+    Confidence (N,), correct (N,) bool, and a coverage in (0, 1]. With equal confidences at the border it is the expectation
+    over their random order; 1 for an empty set.
 
     Example:
         >>> abstention_accuracy(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, False]), 0.5)
@@ -53,8 +53,8 @@ def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
 
     .. math:: r_k = \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is wrong}]
 
-    Confidence (N,) and correct (N,) bool give (N,) float64, k = 1..N; with equal confidences, the expectation over
-    their random order.
+    Confidence (N,) and correct (N,) bool give (N,) float64, k = 1..N; with equal confidences, the expectation over their
+    random order.
 
     Example:
         >>> risk_by_coverage(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, True]))

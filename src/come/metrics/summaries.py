@@ -22,20 +22,20 @@ POINTS = 100
 def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
     """All metrics of the rows of a run.
 
-    Correct are the samples whose label is predicted; wrong are the misclassified ones and the outliers. This is the
-    split of fpr, auroc_correct, aurc and accuracy_at_80 (the accuracy on the most confident 80%). Over labelled samples
-    only: accuracy, ece, brier and nll. Inliers against outliers: auroc_outlier, aupr_in, aupr_out (step form) and
-    fpr95. Over all: samples, outliers, dominant_share and used.
+    Correct are the samples whose label is predicted; wrong are the misclassified ones and the outliers. This is the split of
+    fpr, auroc_correct, aurc and accuracy_at_80 (the accuracy on the most confident 80%). Over labelled samples only: accuracy,
+    ece, brier and nll. Inliers against outliers: auroc_outlier, aupr_in, aupr_out (step form) and fpr95. Over all: samples,
+    outliers, dominant_share and used.
 
     Args:
         rows: label and prediction, (N,), and the column of the score; optionally used, brier and nll.
         score: which confidence, a name in `SCORES`.
 
     Returns:
-        numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts
-            (samples, outliers)
-        without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong,
-            inliers against
+        numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts (samples,
+            outliers)
+        without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong, inliers
+            against
         outliers if one of them is missing, ece for a score that is no probability.
 
     Example:
@@ -78,8 +78,8 @@ def trajectory(
     """How the metrics of a run develop along its stream, at no more than 100 points, each after a whole number of batches.
 
     Args:
-        rows: in the order of the stream: label, prediction, confidence, entropy, uncertainty and norm, (N,), and the
-            column of the score.
+        rows: in the order of the stream: label, prediction, confidence, entropy, uncertainty and norm, (N,), and the column of
+            the score.
         batch_size: samples in a batch.
         window: samples that the means look back on; by default, those since the previous point.
         score: what the FPR ranks samples by, a name in `SCORES`.

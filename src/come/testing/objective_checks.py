@@ -16,8 +16,8 @@ from come.testing.models import CLASSES, NORMS, TinyClassifier, batches
 def check_objective(objective: Objective) -> None:
     """Check that an objective keeps the contract of `come.Objective`.
 
-    It checks shapes; normalized masses; finite values and gradients for K from 2 to 100,000, for logits up to 1e4, for all-zero
-    logits, in float16, bfloat16, float32 and float64; that half precision is computed in float32; that samples do not
+    It checks shapes; normalized masses; finite values and gradients for K from 2 to 100,000, for logits up to 1e4, for
+    all-zero logits, in float16, bfloat16, float32 and float64; that half precision is computed in float32; that samples do not
     influence each other and classes are interchangeable; and that confidence and uncertainty are in [0, 1].
 
     Raises:
@@ -72,8 +72,8 @@ def check_invariance(
     """Check that adaptation treats models with the same probabilities alike.
 
     A softmax classifier is the same with a constant added to all logits, or with its classes in another order. So answers and
-    adapted weights must be the same up to rounding. Every method passes with "em" and "invariant"; none does with
-    "come", whose "I do not know" has a fixed logit.
+    adapted weights must be the same up to rounding. Every method passes with "em" and "invariant"; none does with "come",
+    whose "I do not know" has a fixed logit.
 
     Args:
         make: puts the method around a model, as for `check_method`.
