@@ -94,7 +94,7 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """`value` for a message: on one line, at most about 100 characters, and only what a terminal can show.
+    """`value` for a message: on one line, at most about 100 characters, all of them printable.
 
     >>> shown("a" * 1_000_000)[-8:], shown([0.5] * 1000)
     ("aaaa'...", '[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...]')
@@ -107,7 +107,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what could move the cursor, or cannot be shown, written out.
+    """Escape all characters that could move the cursor or cannot be displayed.
 
     >>> print(printable("two\\nlines"))
     two\\nlines

@@ -293,9 +293,9 @@ def _check_norm(p: float, tau: float) -> None:
 def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
     """Check the class axis, convert to float32 or better, apply Eq. 9 to the classes that are not masked by -inf."""
     if logits.ndim < 1 or logits.shape[-1] < 2:
-        raise InputError(f"logits have shape {tuple(logits.shape)}; the last axis needs K >= 2 classes")
+        raise InputError(f"logits must be (..., K) with K >= 2 classes, got shape {tuple(logits.shape)}")
     if not logits.is_floating_point():
-        raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
+        raise InputError(f"logits must be floating point, got {logits.dtype}: call .float()")
     masked = logits.isneginf()
     z = at_least_float32(logits).masked_fill(masked, 0)
     if freeze_norm and has_gradient(z):  # it changes only the gradient

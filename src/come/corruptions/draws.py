@@ -15,8 +15,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["Draws"]
-
 _M1 = 0x7FEB352D
 _M2 = 0x846CA68B
 _WORD = 0xFFFFFFFF

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["extend", "fft_filter", "motion_line", "smooth", "zoom"]
-
 
 @lru_cache(maxsize=64)
 def _border_index(size: int, before: int, after: int, mode: str, device: torch.device) -> Tensor:

@@ -17,8 +17,6 @@ from torch import Tensor
 from .draws import Draws
 from .filters import smooth
 
-__all__ = ["TEXTURE_SHAPE", "frost_textures"]
-
 TEXTURE_SHAPE = (480, 640)
 
 

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from .filters import extend
 
-__all__ = ["jpeg_backend", "jpeg_by_dct", "jpeg_by_pillow", "jpeg_round_trip", "quantization_tables"]
-
 _BACKENDS = ("auto", "pillow", "dct")
 _backend: ContextVar[str] = ContextVar("jpeg_backend", default="auto")
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["GROUPS", "NOMINAL_SIZE", "PARAMETERS", "TABLES", "table_for"]
-
 GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
     "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),

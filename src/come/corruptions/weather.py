@@ -33,7 +33,7 @@ def snow(x: Tensor, parameters: tuple[float, float, float, float, int, float, fl
     height, width = x.shape[-2:]
     flakes = draws.normal(0, 1, crop_size(height, factor), crop_size(width, factor)).mul_(deviation).add_(mean)
     layer = enlarge(flakes, height, width, factor).clone()
-    # below the threshold 0, above it the value: a steep ramp stands for the mask
+    # 0 below the threshold, the value above it: a steep ramp instead of a mask
     layer.mul_((layer - threshold).mul_(1e9).clamp_(0.0, 1.0)).clamp_(0.0, 1.0)
     degrees = draws.uniform(1, 1).double().view(-1) * 90.0 - 135.0
     side = math.sqrt(0.5)

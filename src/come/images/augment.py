@@ -186,17 +186,13 @@ class augmix:  # noqa: N801
 def _flat(images: Tensor, generator: torch.Generator) -> Tensor:
     """Checked images as (N, C, H, W), in float32 or better; may share memory with `images`."""
     if not images.is_floating_point():
-        raise InputError(
-            f"images are {images.dtype}; give floating point numbers in [0, 1], as in images.float() / 255"
-        )
+        raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; use images.float() / 255")
     if images.ndim < 3:
-        raise InputError(
-            f"images have shape {tuple(images.shape)}; give (..., C, H, W), one image being images.view(C, H, W)"
-        )
+        raise InputError(f"images must have shape (..., C, H, W), got {tuple(images.shape)}")
     if generator.device.type != images.device.type:
         raise InputError(
-            f"the generator is on {generator.device}, the images are on {images.device}; "
-            "make it with torch.Generator(images.device)"
+            f"the generator must be on the device of the images, {images.device}, got {generator.device}; make it with "
+            "torch.Generator(images.device)"
         )
     x = images.detach()
     x = x if x.dtype == torch.float64 else x.float()

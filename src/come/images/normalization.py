@@ -11,7 +11,7 @@ from typing import Union
 import torch
 from torch import Tensor
 
-from come.errors import ConfigError, InputError
+from come.errors import ConfigError, InputError, shown
 
 SLACK = 0.02
 """How far beyond [0, 1] a pixel may lie: interpolation and half precision overshoot a little."""
@@ -47,8 +47,8 @@ class Normalization:
             mean, std = (), ()
         if not mean or not std or not all(0 < s < math.inf for s in std) or not all(map(math.isfinite, mean)):
             raise ConfigError(
-                f"normalization is {value!r}; give (mean, std) with one number per channel, e.g. "
-                "((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), or None if the inputs are images in [0, 1]"
+                "normalization must be (mean, std) with finite numbers per channel and std > 0, e.g. ((0.485, 0.456, 0.406), "
+                f"(0.229, 0.224, 0.225)), or None if the inputs are images in [0, 1], got {shown(value)}"
             )
         return cls(mean, std)
 
@@ -77,8 +77,8 @@ class Normalization:
     def _like(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.mean) not in (1, x.shape[-3]) or len(self.std) not in (1, x.shape[-3]):
             raise InputError(
-                f"normalization has {len(self.mean)} means and {len(self.std)} deviations, the input {x.shape[-3]} channels; "
-                "give one for each channel, or one for all"
+                f"normalization must have one mean and std, or one for each of the {x.shape[-3]} channels of the input, got "
+                f"{len(self.mean)} means and {len(self.std)} stds"
             )
         return _channels(self.mean, x.device, x.dtype), _channels(self.std, x.device, x.dtype)
 
@@ -87,8 +87,8 @@ def same_size(images: Tensor, before: Tensor, where: str) -> None:
     """Raise `InputError` unless images (B, C, H, W) have the size of those `before`."""
     if before.shape[1:] != images.shape[1:]:
         raise InputError(
-            f"images are {tuple(images.shape[1:])}, those before were {tuple(before.shape[1:])}; {where} holds one size: "
-            "resize them, or reset() between sizes"
+            f"images must have the size of those before, {tuple(before.shape[1:])}, as {where} holds one size, got "
+            f"{tuple(images.shape[1:])}: resize them, or reset() between sizes"
         )
 
 

@@ -77,7 +77,7 @@ def make(method: str | type[Method], **hyperparameters: Any) -> Method:
     if isinstance(method, str):
         method, given = parse(method)
         if twice := sorted(given.keys() & hyperparameters.keys()):
-            raise ConfigError(f"{twice[0]} is given twice: in {shown(method)} and as an argument; give it once")
+            raise ConfigError(f"{twice[0]} must be given once, got it twice: in {shown(method)} and as an argument")
         hyperparameters |= given
     chosen = get(method)
     known = chosen.hyperparameters()

@@ -80,8 +80,8 @@ class DeYO(Method):
         h, w = x.image("deyo").shape[-2:]
         if self.shuffle is None and min(h, w) < self.patches:
             raise InputError(
-                f"images of {h}x{w} cannot be cut into {self.patches}x{self.patches} patches; use larger images or fewer "
-                "patches"
+                f"images must be at least {self.patches}x{self.patches} to be cut into that many patches, got {h}x{w}; use "
+                "larger images or fewer patches"
             )
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:

@@ -112,14 +112,12 @@ class EATA(Method):
                 logits = ctx.forward(ctx.model.read((batch,)), statistics="batch")
             except (TypeError, InputError) as error:
                 raise InputError(
-                    f"the model cannot take a source batch ({error}); source batches are handed to it as they are: if your "
-                    "loader gives (images, labels), pass source=(x for x, _ in loader)"
+                    f"source batches must be inputs of the model, which failed on one ({error}): if your loader gives "
+                    "(images, labels), pass source=(x for x, _ in loader)"
                 ) from error
             loss = F.cross_entropy(at_least_float32(logits), logits.argmax(dim=1))
             total += ctx.gradient(loss).square()
             batches += 1
         if not batches:
-            raise ConfigError(
-                "source holds no batch (an exhausted iterator?); pass about 2,000 source images in batches"
-            )
+            raise ConfigError("source must hold about 2,000 images in batches, got no batch (an exhausted iterator?)")
         return total / batches

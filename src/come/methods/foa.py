@@ -133,8 +133,8 @@ class FOA(Method):
                 found.append(seen.class_tokens())
         if tokens is None or sum(map(len, found)) < 2:
             raise ConfigError(
-                f"source holds {sum(map(len, found))} image(s) (an exhausted iterator?); foa needs at least 2 for a standard "
-                "deviation, better 32 or more"
+                "source must hold at least 2 images for a standard deviation, better 32 or more, got "
+                f"{sum(map(len, found))} (an exhausted iterator?)"
             )
         if isinstance(self.prompts, Tensor):
             width = self.prompts.shape[1]
@@ -189,7 +189,7 @@ class FOA(Method):
         ctx.state["history"] = torch.lerp(mean, old, self.keep)
         ctx.state["shifted"] = torch.ones_like(ctx.state["shifted"])
         ctx.state["best"] = candidates[chosen].clone()
-        # The search knows its own candidates by their digits: it is told what it was asked for, unrounded.
+        # The search recognizes its own candidates by their exact values, so they are not rounded.
         told = torch.cat([drawn.double().cpu(), best.double().flatten()[None].cpu()])
         search.tell(told, fitness.double().cpu())
         now = search.state()
@@ -256,7 +256,7 @@ class _Seen:
 
 
 class _Tokens:
-    """The first block of a ViT, where tokens enter, and the norms behind each block."""
+    """The first block of a ViT, where tokens enter, and the norm layers after each block."""
 
     def __init__(self, first: nn.Module, width: int, taps: list[nn.Module]) -> None:
         self.first, self.width, self.taps = first, width, taps

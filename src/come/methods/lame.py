@@ -135,7 +135,7 @@ class LAME(Method):
             z = new.exp()
             now = (z * (unary - pairwise + new)).sum()
             log_z = torch.where(done, log_z, new)
-            if i >= 2:  # the rule is read on the device: a GPU runs on, with the answer held, and nobody waits for it
+            if i >= 2:  # checked on the device: a GPU continues with the answer held, and the CPU does not wait
                 done = done | ((now - energy).abs() <= self.tolerance * energy.abs())
                 if done.device.type == "cpu" and done:
                     break

@@ -35,8 +35,8 @@ def ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, adaptive: bool =
     c = confidence.detach().cpu().double()
     if c.min() < -1e-3 or c.max() > 1 + 1e-3:
         raise InputError(
-            f"confidence reaches from {c.min().item():.4g} to {c.max().item():.4g}, but is compared with an accuracy and "
-            "must be in [0, 1]: pass the largest probability or belief, not a logit, an energy or an entropy"
+            f"confidence must be in [0, 1], as it is compared with an accuracy, got {c.min().item():.4g} to "
+            f"{c.max().item():.4g}: pass the largest probability or belief, not a logit, an energy or an entropy"
         )
     c = c.clamp(0, 1)
     if adaptive:
@@ -91,7 +91,7 @@ def _log_softmax(scores: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities (N, K) in float32 or better, and labels (N,) as indices that are always in range."""
     if scores.ndim != 2 or not scores.shape[1] or label.shape != scores.shape[:1]:
         raise InputError(
-            f"log_probability has shape {tuple(scores.shape)} and label {tuple(label.shape)}; they must be (N, K) and (N,)"
+            f"log_probability and label must be (N, K) and (N,), got {tuple(scores.shape)} and {tuple(label.shape)}"
         )
     log_p = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=1)
     return log_p, label.long().clamp(0, scores.shape[1] - 1)

@@ -12,8 +12,8 @@ def alike(**columns: Tensor) -> None:
     """Raise an `InputError` unless all columns are (N,) with one N."""
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
-        named = " and ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
-        raise InputError(f"{named}; {'both' if len(shapes) == 2 else 'all'} must be (N,)")
+        found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InputError(f"columns must be (N,), all of one length, got {found}")
 
 
 def no_nan(column: Tensor, name: str = "confidence") -> None:

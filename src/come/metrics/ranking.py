@@ -51,7 +51,7 @@ def fpr(confidence: Tensor, correct: Tensor, *, accept: float = 0.95) -> float:
     alarms = torch.cat([zero, correct[order].long().cumsum(0)[last]])  # right samples at or above each threshold
     found = torch.cat([zero, wrong[order].long().cumsum(0)[last]])  # wrong ones
     first = int((alarms == 0).sum()) - 1  # of the points without a false alarm only the last counts
-    end = int((found < n_wrong).sum()) + 1  # and none behind the first that finds everything
+    end = int((found < n_wrong).sum()) + 1  # and none after the first that finds everything
     rate, missed = alarms[first:end].double() / n_right, (n_wrong - found[first:end]).double() / n_wrong
     # Nearest to 5%; of equally near ones the one with the lowest threshold.
     nearest = len(rate) - 1 - int((rate.flip(0) - (1 - accept)).abs().argmin())
