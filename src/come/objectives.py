@@ -122,7 +122,7 @@ class Objective(ABC):
         m = self.log_mass(logits)
         if dim % logits.ndim == logits.ndim - 1:
             raise InputError(
-                f"dim must not be the class axis of logits {tuple(logits.shape)}, got {dim}; pass the axis of the views"
+                f"dim must be the axis of the views of logits {tuple(logits.shape)}, got {dim}, the class axis"
             )
         return _entropy(torch.logsumexp(m, dim=dim) - math.log(logits.shape[dim]))
 
@@ -223,9 +223,8 @@ class Opinion(Objective):
 
     def __post_init__(self) -> None:
         _check_norm(self.p, self.tau)
-        require(
-            self.evidence in get_args(Evidence), "evidence", self.evidence, f"one of {', '.join(get_args(Evidence))}"
-        )
+        kinds = get_args(Evidence)
+        require(self.evidence in kinds, "evidence", self.evidence, f"one of {', '.join(kinds)}")
         require(0 <= self.eps < 1, "eps", self.eps, "in [0, 1)")
 
     def log_mass(self, logits: Tensor) -> Tensor:

@@ -33,11 +33,9 @@ class Rule(Protocol):
 
     def init(self, weights: Tensor) -> Moments:
         """Moments before the first step."""
-        ...
 
     def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
         """New weights and moments; `lr` is a 0-d tensor."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@
     >>> corrupt(images, "fog", severity=3).shape
     torch.Size([4, 3, 64, 64])
 
-Fifteen standard corruptions in four groups and four extra ones (:data:`GROUPS`, :func:`names`), at severities 1 to 5. The
+Fifteen standard corruptions in four groups and four extra ones (:func:`names`), at severities 1 to 5. The
 randomness of an image depends only on the seed, the image's index, the corruption and the severity: batch size, order, number
 of workers and device do not change it (up to float rounding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +24,9 @@ from come.errors import ConfigError, InputError, unknown
 from . import blur, digital, noise, weather
 from .draws import Draws
 from .jpeg import jpeg_backend
-from .tables import GROUPS as _GROUPS
-from .tables import PARAMETERS, TABLES, table_for
+from .tables import GROUPS, PARAMETERS, TABLES, table_for
 
 __all__ = ["GROUPS", "TABLES", "corrupt", "jpeg_backend", "names"]
-
-GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(_GROUPS)
-"""Names of the corruptions in each group, in the usual order; the first four groups are the standard fifteen."""
 
 _FUNCTIONS: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
     name: getattr(module, name) for module in (noise, blur, weather, digital) for name in module.__all__
@@ -46,7 +41,7 @@ _CHUNK_ELSEWHERE = 256 * 3 * 256 * 256
 
 
 def names(group: str | None = None) -> tuple[str, ...]:
-    """Names of a group of :data:`GROUPS`, of the fifteen "standard" corruptions, or of all, in the usual order.
+    """Names of a group of `GROUPS`, of the fifteen "standard" corruptions, or of all, in the usual order.
 
     Example:
         >>> names("noise")
@@ -55,12 +50,12 @@ def names(group: str | None = None) -> tuple[str, ...]:
         (15, 19)
     """
     if group is None:
-        return tuple(name for members in _GROUPS.values() for name in members)
+        return tuple(name for members in GROUPS.values() for name in members)
     if group == "standard":
         return names()[:15]
-    if group not in _GROUPS:
-        raise unknown("group of corruptions", str(group), ("standard", *_GROUPS))
-    return _GROUPS[group]
+    if group not in GROUPS:
+        raise unknown("group of corruptions", str(group), ("standard", *GROUPS))
+    return GROUPS[group]
 
 
 def corrupt(
@@ -146,9 +141,7 @@ def check_choice(name: str, severity: int, seed: int, table: str | None) -> None
     if isinstance(severity, bool) or not isinstance(severity, int):
         raise TypeError(f"severity must be an int from 1 to 5, got {severity!r} ({type(severity).__name__})")
     if not 1 <= severity <= 5:
-        raise ConfigError(
-            f"severity must be from 1 to 5, got {severity} (for no corruption, use the images as they are)"
-        )
+        raise ConfigError(f"severity must be from 1 to 5, got {severity} (for no corruption, use the images unchanged)")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r} ({type(seed).__name__})")
     if table is not None and table not in TABLES:
@@ -176,7 +169,7 @@ def _check_images(images: Tensor, index: Tensor | None) -> Tensor:
         raise InputError(f"images must hold at least 1 image, got shape {shape}")
     if min(shape[2:]) < _LEAST_SIDE:
         raise InputError(
-            f"the sides of images must be at least {_LEAST_SIDE} pixels, got shape {shape}: resize the images first"
+            f"the sides of images must be at least {_LEAST_SIDE} pixels, got shape {shape}: resize the images"
         )
     if images.is_floating_point():
         low, high = (float(v) for v in images.detach().aminmax())

@@ -161,20 +161,9 @@ def zoom(x: Tensor, factor: float) -> Tensor:
     any, are cut off in the middle.
     """
     height, width = x.shape[-2:]
-    return enlarge(centre(x, factor), height, width, factor)
-
-
-def crop_size(side: int, factor: float) -> int:
-    """Side of the centre that fills the whole side when it is enlarged."""
-    return math.ceil(side / factor)
-
-
-def centre(x: Tensor, factor: float) -> Tensor:
-    """Cut out the centre of ceil(side / factor) pixels."""
-    height, width = x.shape[-2:]
-    ch, cw = crop_size(height, factor), crop_size(width, factor)
-    top, left = (height - ch) // 2, (width - cw) // 2
-    return x[..., top : top + ch, left : left + cw]
+    rows, cols = math.ceil(height / factor), math.ceil(width / factor)
+    top, left = (height - rows) // 2, (width - cols) // 2
+    return enlarge(x[..., top : top + rows, left : left + cols], height, width, factor)
 
 
 def enlarge(x: Tensor, height: int, width: int, factor: float) -> Tensor:

@@ -127,7 +127,6 @@ def frost_textures(rows: int, cols: int, device: torch.device) -> Tensor:
         >>> frost_textures(96, 128, torch.device("cpu")).shape
         torch.Size([5, 3, 96, 128])
     """
-    textures = F.interpolate(
-        _originals(), size=(rows, cols), mode="bicubic", align_corners=False, antialias=rows < TEXTURE_SHAPE[0]
-    )
+    smaller = rows < TEXTURE_SHAPE[0]
+    textures = F.interpolate(_originals(), (rows, cols), mode="bicubic", align_corners=False, antialias=smaller)
     return textures.mul_(255.0).round_().clamp_(0.0, 255.0).to(torch.uint8).to(device)

@@ -11,15 +11,20 @@ affine map as well, and very smooth fields at severities 1 and 2).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
-GROUPS: Final[dict[str, tuple[str, ...]]] = {
-    "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
-    "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    "weather": ("snow", "frost", "fog", "brightness"),
-    "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-    "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
-}
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
+        "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+        "weather": ("snow", "frost", "fog", "brightness"),
+        "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+        "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
+    }
+)
+"""Names of the corruptions in each group, in the usual order; the first four groups are the standard fifteen."""
 
 NOMINAL_SIZE: Final[dict[str, int]] = {"cifar": 32, "tiny": 64, "imagenet": 224, "imagenet_original": 224}
 TABLES: Final[tuple[str, ...]] = tuple(NOMINAL_SIZE)

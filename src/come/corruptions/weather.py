@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .draws import Draws
-from .filters import crop_size, enlarge, extend, motion_line, smooth
+from .filters import enlarge, extend, motion_line, smooth
 from .frosting import TEXTURE_SHAPE, frost_textures
 
 __all__ = ["fog", "frost", "snow", "spatter"]
@@ -31,7 +31,7 @@ def snow(x: Tensor, parameters: tuple[float, float, float, float, int, float, fl
     """
     mean, deviation, factor, threshold, radius, sigma, weight = parameters
     height, width = x.shape[-2:]
-    flakes = draws.normal(0, 1, crop_size(height, factor), crop_size(width, factor)).mul_(deviation).add_(mean)
+    flakes = draws.normal(0, 1, math.ceil(height / factor), math.ceil(width / factor)).mul_(deviation).add_(mean)
     layer = enlarge(flakes, height, width, factor).clone()
     # 0 below the threshold, the value above it: a steep ramp instead of a mask
     layer.mul_((layer - threshold).mul_(1e9).clamp_(0.0, 1.0)).clamp_(0.0, 1.0)
@@ -170,12 +170,9 @@ def _edges(layer: Tensor) -> Tensor:
     flat = ay < 0.41421356 * ax
     steep = ay > 2.41421356 * ax
     falling = (gx * gy) > 0  # gradient towards the lower right or the upper left
-    before = torch.where(
-        flat, at(m, 0, -1), torch.where(steep, at(m, -1, 0), torch.where(falling, at(m, -1, -1), at(m, -1, 1)))
-    )
-    after = torch.where(
-        flat, at(m, 0, 1), torch.where(steep, at(m, 1, 0), torch.where(falling, at(m, 1, 1), at(m, 1, -1)))
-    )
+    slanted = torch.where(falling, at(m, -1, -1), at(m, -1, 1)), torch.where(falling, at(m, 1, 1), at(m, 1, -1))
+    before = torch.where(flat, at(m, 0, -1), torch.where(steep, at(m, -1, 0), slanted[0]))
+    after = torch.where(flat, at(m, 0, 1), torch.where(steep, at(m, 1, 0), slanted[1]))
     return ((size > 150.0) & (size > before) & (size >= after)).float()
 
 

@@ -42,19 +42,15 @@ class Search(Protocol):
 
     def ask(self, batch: int) -> Tensor:
         """Candidates (n, D) for batch number `batch`."""
-        ...
 
     def tell(self, candidates: Tensor, fitness: Tensor) -> None:
         """The fitness (n,) of candidates (n, D)."""
-        ...
 
     def state(self) -> dict[str, Tensor]:
         """Everything that the next candidates depend on."""
-        ...
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a state."""
-        ...
 
 
 @register

@@ -90,8 +90,7 @@ def brier(log_probability: Tensor, label: Tensor) -> Tensor:
 def _log_softmax(scores: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities (N, K) in float32 or better, and labels (N,) as indices that are always in range."""
     if scores.ndim != 2 or not scores.shape[1] or label.shape != scores.shape[:1]:
-        raise InputError(
-            f"log_probability and label must be (N, K) and (N,), got {tuple(scores.shape)} and {tuple(label.shape)}"
-        )
+        found = f"{tuple(scores.shape)} and {tuple(label.shape)}"
+        raise InputError(f"log_probability and label must be (N, K) and (N,), got {found}")
     log_p = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=1)
     return log_p, label.long().clamp(0, scores.shape[1] - 1)

@@ -89,9 +89,7 @@ def _shapes(make: MethodFactory, model: nn.Module) -> None:
         assert others.pop("used", torch.tensor(True)).dtype == torch.bool, "used is no mask"
         assert not any(t is not None and t.requires_grad for t in step), "a returned tensor still has a graph"
         assert (step.valid is not None) == (method.guard is not None), "valid is given with a guard, and only then"
-        assert step.used is not None or not method.method.descends, (
-            "the method descends, but does not say on what: used"
-        )
+        assert step.used is not None or not method.method.descends, "the method descends, but gives no used"
     given = {tuple(value is not None for value in step) for step in steps}
     assert len(given) == 1, "loss or used is given in some steps and not in others"
 
@@ -292,9 +290,7 @@ def _cast_and_move(make: MethodFactory, model: nn.Module) -> None:
     _run(method, batches(1, SIZE))
     method.to(torch.float64)
     steps = _run(method, [x.double() for x in batches(2, SIZE)])
-    assert {step.logits.dtype for step in steps} == {torch.float64}, (
-        "the answers did not follow .to() between two steps"
-    )
+    assert {step.logits.dtype for step in steps} == {torch.float64}, "the answers did not follow .to()"
     _all_finite(steps, what=" after .to() between two steps")
     method.reset()
     _all_finite(_run(method, [x.double() for x in batches(1, SIZE)]), what=" after .to() and reset()")

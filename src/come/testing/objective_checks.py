@@ -36,9 +36,8 @@ def check_objective(objective: Objective) -> None:
             assert m.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32), f"mass in {m.dtype}"
             total = m.exp().sum(dim=-1)
             tolerance = max(2e-3, 2e-7 * k)  # rounding, and the published 1e-7 on each mass
-            assert torch.allclose(total, torch.ones_like(total), atol=tolerance), (
-                f"the masses sum to {total.max().item()}"
-            )
+            ones = torch.ones_like(total)
+            assert torch.allclose(total, ones, atol=tolerance), f"the masses sum to {total.max().item()}"
             entropy = objective.entropy(z)
             assert entropy.isfinite().all(), "non-finite entropy"
             assert (entropy > -1e-5).all(), f"negative entropy {entropy.min().item()}"
