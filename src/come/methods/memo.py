@@ -116,7 +116,6 @@ class MEMO(Method):
         """BatchNorm on source statistics mixed with those of the next forward."""
         if self.prior is None:
             return None
-        layers = [layer for layer in ctx.batch_norms if layer.mean is not None and layer.var is not None]
-        known = {layer.number: (layer.mean, layer.var) for layer in layers}
+        known = {n.number: (n.mean, n.var) for n in ctx.batch_norms if n.mean is not None and n.var is not None}
         follow = following(known, 1 / (self.prior + 1), correction=1)
         return lambda layer, x: (follow if layer.number in known else batch_statistics)(layer, x)
