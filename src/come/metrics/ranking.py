@@ -121,7 +121,7 @@ def aupr(confidence: Tensor, positive: Tensor, *, interpolation: Literal["step",
 
     Returns:
         in [0, 1], larger is better. 0 if there is no positive, 1 if there is no negative. If all confidences are equal, the
-            share s
+        share s
         of positives, or (1 + s) / 2 for the trapezoid.
 
     Example:

@@ -33,9 +33,9 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
 
     Returns:
         numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts (samples,
-            outliers)
+        outliers)
         without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong, inliers
-            against
+        against
         outliers if one of them is missing, ece for a score that is no probability.
 
     Example:
