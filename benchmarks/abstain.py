@@ -25,6 +25,7 @@ from come.bench import models
 from come.bench.data import Source, Stream, batches, open_source
 from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.models import Model
+from come.metrics.scores import score_of
 
 SCORES = ("softmax", "belief", "entropy", "u", "energy")
 CORRUPTIONS = "gaussian_noise,defocus_blur,snow,contrast"
@@ -115,7 +116,7 @@ def wrong(run: Run, answered: Tensor) -> float:
 
 def rows(run: Run) -> dict[str, Tensor]:
     """What the metrics take."""
-    found = {column: score(COME, run.logits) for column, score in abstain.SCORES.items()}
+    found = {column: score_of(column, COME, run.logits) for column in metrics.SCORES}
     found |= {"uncertainty": -found["u"], "entropy": -found["entropy"]}  # as a run has them
     return found | {"label": run.labels, "prediction": run.logits.argmax(dim=1)}
 
@@ -216,7 +217,7 @@ def main() -> None:
     print(f"{args.model}, {args.data}: {sizes}; {args.corruptions}; threshold on {args.score}")
     wanted, score, mistaken = first  # of the source
     clean, objective = found["clean"]["source"], ways["source"].method.objective
-    score = torch.cat([score.cpu(), abstain.SCORES[args.score](objective, clean.logits)])
+    score = torch.cat([score.cpu(), score_of(args.score, objective, clean.logits)])
     mistaken = torch.cat([mistaken.cpu(), clean.logits.argmax(dim=1) != clean.labels])
     body = []
     for one in wanted:

@@ -430,11 +430,11 @@ def test_bad_fields(make, fields, message):
 
 @every_view
 def test_bad_images(view):
-    with pytest.raises(InputError, match=r"images are torch\.uint8; .*images\.float\(\) / 255"):
+    with pytest.raises(InputError, match=r"got torch\.uint8; .*images\.float\(\) / 255"):
         view(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), seeded())
-    with pytest.raises(InputError, match=r"images have shape \(8, 8\); give \(\.\.\., C, H, W\)"):
+    with pytest.raises(InputError, match=r"images must have shape \(\.\.\., C, H, W\), got \(8, 8\)"):
         view(torch.zeros(8, 8), seeded())
-    with pytest.raises(InputError, match=r"the generator is on cpu, the images are on meta; .*torch\.Generator"):
+    with pytest.raises(InputError, match=r"on the device of the images, meta, got cpu; .*torch\.Generator"):
         view(torch.zeros(3, 8, 8, device="meta"), seeded())
 
 

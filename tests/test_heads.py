@@ -139,14 +139,14 @@ def test_only_the_first_batch_is_held_against_the_normalization():
 
 def test_normalization_with_other_channels():
     n = Normalization.of(((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
-    with pytest.raises(come.InputError, match="3 means and 3 deviations, the input 1 channels"):
+    with pytest.raises(come.InputError, match="the 1 channels of the input, got 3 means and 3 stds"):
         n.images(torch.rand(2, 1, 4, 4))
     assert Normalization.of(((0.5,), (0.5,))).images(torch.zeros(2, 5, 4, 4)).unique().tolist() == [0.5]
 
 
 @pytest.mark.parametrize("bad", [1.0, ((0.5,),), ((), ()), ((0.5,), (-1.0,)), ((float("nan"),), (1.0,)), "model"])
 def test_bad_normalizations(bad):
-    with pytest.raises(come.ConfigError, match="normalization is"):
+    with pytest.raises(come.ConfigError, match="normalization must be"):
         Normalization.of(bad)
 
 

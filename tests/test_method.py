@@ -44,7 +44,10 @@ def assert_has(model, before):
         (lambda m: come.adapt(m, "tent", learning_rate=1), "tent has no hyperparameter 'learning_rate'"),
         (lambda m: come.adapt(m, "sar", roh=0.1), "sar has no hyperparameter 'roh'; did you mean 'rho'"),
         (lambda m: come.adapt(m, "tent:lr"), "'lr' in 'tent:lr' is not KEY=VALUE; write e.g. tent:lr=1"),
-        (lambda m: come.adapt(m, "tent:lr=1", lr=1), "lr is given twice: in 'tent' and as an argument"),
+        (
+            lambda m: come.adapt(m, "tent:lr=1", lr=1),
+            "lr must be given once, got it twice: in 'tent' and as an argument",
+        ),
         (lambda m: come.adapt(m, Tent(), lr=1), "lr cannot be combined with a Method instance; pass it to Tent"),
         (lambda m: come.adapt(m, "tent", lr=-1e-3), "lr must be a positive number, .*, got -0.001"),
         (lambda m: come.adapt(m, "tent", lr=float("nan")), "lr must be a positive number, .*, got nan"),
@@ -57,7 +60,7 @@ def assert_has(model, before):
             r"momentum must be in \[0, 1\), got 1\.0",
         ),
         (lambda m: come.adapt(m, "eata"), "eata needs source batches for its Fisher matrix"),
-        (lambda m: come.adapt(m, "eata", source=[]), "source holds no batch"),
+        (lambda m: come.adapt(m, "eata", source=[]), "got no batch"),
         (
             lambda m: come.adapt(m, "eata", source=[(batches(1)[0], torch.zeros(12))]),
             "pass source=.x for x, _ in loader",

@@ -151,7 +151,7 @@ def test_ece_of_equal_numbers(seed):
 
 
 def test_ece_needs_a_probability():
-    with pytest.raises(come.InputError, match=r"from 0.5 to 7, .* must be in \[0, 1\]"):
+    with pytest.raises(come.InputError, match=r"must be in \[0, 1\], .* got 0.5 to 7"):
         ece(torch.tensor([0.5, 7.0]), torch.tensor([True, False]))
     assert ece(torch.tensor([1.0000001]), torch.tensor([True])) == 0.0
     with pytest.raises(come.ConfigError, match="bins must be an integer >= 1, got 0"):
@@ -239,7 +239,7 @@ def test_nll_and_brier_are_never_nan():
     assert nll(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)).shape == (0,)
     assert brier(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)).shape == (0,)
     for metric in (nll, brier):
-        with pytest.raises(come.InputError, match=r"shape \(2, 3\) and label \(3,\)"):
+        with pytest.raises(come.InputError, match=r"got \(2, 3\) and \(3,\)"):
             metric(torch.zeros(2, 3), torch.zeros(3))
 
 
@@ -282,9 +282,9 @@ def test_degenerate_sets(name):
     assert metric(some, YES) == pytest.approx(positives, abs=1e-7)
     assert metric(some, NO) == pytest.approx(negatives, abs=1e-7)
     assert metric(torch.full((4,), 0.75), torch.tensor([True, False, True, False])) == equal
-    with pytest.raises(come.InputError, match=r"confidence has shape \(3,\) and \w+ has shape \(1,\); both must be"):
+    with pytest.raises(come.InputError, match=r"must be \(N,\), .*got confidence \(3,\) and \w+ \(1,\)"):
         metric(torch.ones(3), torch.tensor([True]))
-    with pytest.raises(come.InputError, match=r"confidence has shape \(3, 1\)"):
+    with pytest.raises(come.InputError, match=r"confidence \(3, 1\)"):
         metric(torch.ones(3, 1), torch.ones(3, 1, dtype=torch.bool))
 
 
@@ -315,7 +315,7 @@ def test_nan_and_infinite_confidences(name):
             metric(bad, flag)
     infinite = torch.tensor([math.inf, 0.5, -math.inf, math.inf, -math.inf])
     if name in ("ece", "adaptive"):
-        with pytest.raises(come.InputError, match="from -inf to inf"):
+        with pytest.raises(come.InputError, match="got -inf to inf"):
             metric(infinite, flag)
     else:
         assert metric(infinite, flag) == metric(infinite.clamp(0, 1), flag)
@@ -330,9 +330,9 @@ def test_accuracy_and_means_over_labelled_samples():
     assert labelled_mean(torch.tensor([1.0, 5.0]), torch.tensor([-1, 3])) == 5.0
     assert dominant_share(torch.zeros(0, dtype=torch.int64)) == 0.0
     for metric in (accuracy, labelled_mean):
-        with pytest.raises(come.InputError, match=r"has shape \(2,\) and \w+ has shape \(3,\)"):
+        with pytest.raises(come.InputError, match=r"\w+ \(2,\) and \w+ \(3,\)"):
             metric(torch.ones(2), torch.ones(3))
-    with pytest.raises(come.InputError, match=r"prediction has shape \(2, 2\)"):
+    with pytest.raises(come.InputError, match=r"prediction \(2, 2\)"):
         dominant_share(torch.ones(2, 2))
     assert auroc(torch.tensor([3, 2, 1]), torch.tensor([1, 1, 0])) == 1.0  # whole numbers will do
     with pytest.raises(come.ConfigError, match=r"interpolation must be .* got 'linear'"):
@@ -429,9 +429,7 @@ def test_summary_refuses():
     rows = some_rows()
     with pytest.raises(come.ConfigError, match="no score 'engery'; did you mean 'energy'"):
         summary(rows, score="engery")
-    with pytest.raises(
-        come.InputError, match=r"label has shape \(300,\) and prediction has shape \(7,\) and confidence"
-    ):
+    with pytest.raises(come.InputError, match=r"label \(300,\) and prediction \(7,\) and confidence"):
         summary({**rows, "prediction": torch.zeros(7)})
     with pytest.raises(come.InputError, match="NaN for 300 of 300"):
         summary({**rows, "confidence": torch.full((300,), math.nan)})
@@ -478,7 +476,7 @@ def test_trajectory_of_nothing_and_of_bad_rows():
         assert all(column.shape == (0,) for column in found.values())
     with pytest.raises(come.InputError, match="norm is NaN for 1 of 40 samples"):
         trajectory({**rows, "norm": torch.tensor([math.nan] + [1.0] * 39)})
-    with pytest.raises(come.InputError, match=r"entropy has shape \(1,\)"):
+    with pytest.raises(come.InputError, match=r"entropy \(1,\)"):
         trajectory({**rows, "entropy": torch.ones(1)})
     with pytest.raises(come.ConfigError, match="batch_size must be an integer >= 1, got 0"):
         trajectory(rows, batch_size=0)

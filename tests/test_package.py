@@ -49,7 +49,7 @@ def test_importing_come_imports_no_more_than_it_needs():
     """The other modules are imported when they are asked for."""
     done = run(
         "import sys, come\n"
-        "for name in ('testing', 'metrics', 'corruptions', 'bench'):\n"
+        "for name in ('testing', 'corruptions', 'bench'):\n"
         "    assert f'come.{name}' not in sys.modules and name in dir(come), name\n"
         "    assert getattr(come, name) is sys.modules[f'come.{name}'], name\n"
         "    if name == 'testing':\n"
@@ -84,11 +84,11 @@ def test_other_names_are_no_attributes():
 ROOMS = {"images", "model", "state", "step", "streams"}  # folders whose modules have a place each
 LAYERS = [
     ["errors", "seeds", "state.trees", "streams.rendezvous", "model.locks", "version"],
-    ["images.augment", "images.normalization", "metrics", "model.heads", "model.inputs", "model.interface", "optim"],
-    ["corruptions", "registry", "select", "state.files", "state.hub", "streams.names", "theory"],
-    ["model.batchnorm", "model.parameters", "objectives", "streams.spill", "streams.vmap"],
-    ["abstain", "guard", "model.ranks", "streams.norms"],
-    ["model.copies"],
+    ["images.augment", "images.normalization", "model.heads", "model.inputs", "model.interface", "optim"],
+    ["corruptions", "registry", "select", "state.files", "state.hub", "theory"],
+    ["model.batchnorm", "model.parameters", "objectives", "streams.names", "streams.spill", "streams.vmap"],
+    ["guard", "metrics", "model.ranks", "streams.norms"],
+    ["abstain", "model.copies"],
     ["model.functional"],
     ["step.context"],
     ["method"],

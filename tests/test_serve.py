@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import come
-from come.abstain import SCORES
+from come.metrics.scores import score_of
 from come.serve import Mode, RequestError, Service
 from come.serve.modes import Signal
 from come.serve.states import States, key_of, part_of
@@ -398,7 +398,7 @@ def test_an_answer_says_why_it_abstains(adapt, score):
                 answer = service.predict(name, x)
                 below = [c < promise.threshold for c in answer.confidence]
                 assert answer.abstain == [b or not good for b, good in zip(below, answer.valid, strict=True)]
-                expected = SCORES[score](known, answer.logits)[torch.tensor(answer.valid)]
+                expected = score_of(score, known, answer.logits)[torch.tensor(answer.valid)]
                 found = torch.tensor(answer.confidence)[torch.tensor(answer.valid)]
                 torch.testing.assert_close(found, expected)
                 seen |= set(below)

@@ -1,59 +1,45 @@
-r"""When not to answer: a threshold on a score, with a promise that holds for samples like those it was chosen on.
+"""When not to answer: a threshold on a score, with a promise for samples like those it was calibrated on.
 
 risk      with probability 1 - delta over the calibration samples, at most this share of the answered samples is wrong
 coverage  at least this share of samples is answered, on average over calibration samples; needs no labels
 
-Both hold for exchangeable samples: those to come are drawn as the calibration samples were. Under a shift neither does. Without
-labels coverage alone can be kept up on any stream, see `Abstention`.
+Both need exchangeable samples: future samples are drawn as the calibration samples were. Under a shift neither holds. Coverage
+alone can be kept on any stream without labels, see `Abstention`.
 
-The probability of a risk is over all draws of calibration samples, those that are refused included. It is not the probability
-that a promise which was given holds. Where no threshold has the risk, at least a share 1 - delta of the draws is refused, and
-every promise that the others give is wrong.
+The probability of a risk is over all draws of calibration samples, refused ones included. It is not the probability
+that a promise that was given holds. Where no threshold has the risk, at least a share 1 - delta of the draws is
+refused, and every promise made on the others is wrong.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from come.errors import ConfigError, InputError, require, require_number, shown, unknown
-from come.model.inputs import UNKNOWN, answered, at_least_float32
-from come.objectives import Objective, Opinion, Softmax
+from come.errors import ConfigError, InputError, require, require_number, shown
+from come.metrics.scores import SCORES, require_score, score_of
+from come.model.inputs import UNKNOWN, answered
+from come.objectives import Objective
 
 if TYPE_CHECKING:
     from come.method import Step
 
-SCORES: Mapping[str, Callable[[Objective, Tensor], Tensor]] = {
-    "confidence": lambda objective, logits: objective.confidence(logits),
-    "softmax": lambda _, logits: Softmax().confidence(logits),
-    "belief": lambda _, logits: Opinion().confidence(logits),
-    "u": lambda _, logits: -Opinion().uncertainty(logits),
-    "entropy": lambda _, logits: -Softmax().entropy(logits),
-    "energy": lambda _, logits: at_least_float32(logits).logsumexp(dim=-1),
-}
-"""Confidences by name, from an objective and logits (..., K) to (...,); larger is more confident. They are those of
-`come.metrics.SCORES`."""
-
 DEFAULT_SCORE = "confidence"
 
-PILOT = 0.25
-"""Of the labelled samples, the share that chooses which thresholds are tested, and in which order."""
-STEPS = 100
-"""Thresholds that are tested, at most."""
-FOLLOW = 0.05
-"""How far one sample moves a threshold that follows a stream, in standard deviations of the score."""
-EQUAL = 1e-6
-"""Scores whose standard deviation is at most this share of the largest are equal but for rounding."""
+PILOT = 0.25  # share of the labelled samples that chooses which thresholds are tested, and in which order
+STEPS = 100  # thresholds that are tested, at most
+FOLLOW = 0.05  # how far one sample moves a threshold that follows a stream, in standard deviations of the score
+EQUAL = 1e-6  # scores whose standard deviation is at most this share of the largest are equal up to rounding
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A threshold and what was promised with it: samples are answered where the score is at least the threshold.
+    """A threshold and what it promises: samples are answered where the score is at least the threshold.
 
     Example:
         >>> print(Promise("confidence", 0.62, samples=1000, answered=0.71, risk=0.05, delta=0.1))
@@ -61,10 +47,10 @@ class Promise:
     """
 
     score: str
-    """A name in `SCORES`."""
+    """A name in `come.metrics.SCORES`."""
     threshold: float
     samples: int
-    """It was chosen on so many."""
+    """Number of calibration samples."""
     answered: float
     """The share of them that is answered."""
     risk: float | None = None
@@ -74,7 +60,7 @@ class Promise:
     coverage: float | None = None
     """At least this share is answered."""
     rate: float = 0.0
-    """How far one sample moves the threshold; 0: it stays."""
+    """How far one sample moves the threshold; 0 keeps it fixed."""
 
     def __post_init__(self) -> None:
         numbers = (self.threshold, self.samples, self.answered, self.rate, self.risk, self.delta, self.coverage)
@@ -82,10 +68,9 @@ class Promise:
         shares = (self.answered, self.risk, self.delta, self.coverage)
         good = good and all(value is None or 0 <= value <= 1 for value in shares) and 0 <= self.rate < math.inf
         if self.score not in SCORES or not good or (self.rate and self.coverage is None):  # of a file that was changed
-            raise InputError(f"{self.score!r}, {numbers} is no promise")
+            raise InputError(f"{self.score!r}, {numbers} is not a promise")
 
     def __str__(self) -> str:
-        """In words."""
         if self.risk is not None and self.delta is not None:
             what = (
                 f"at most {100 * self.risk:.3g}% of the answered samples are wrong "
@@ -104,20 +89,20 @@ class Promise:
 class Abstention:
     r"""A promise, and the threshold that is in force on one stream.
 
-    Without labels nobody can know the risk under a shift, but everybody can count the samples that were answered. So a
-    threshold can follow a stream to keep the coverage c (adaptive conformal inference, Gibbs and Candes, 2021): after a batch
+    Without labels nobody can measure the risk under a shift, but the answered samples can be counted. So a threshold
+    can follow a stream to keep the coverage c (adaptive conformal inference, Gibbs and Candes, 2021): after a batch
 
     .. math:: t \leftarrow t + \gamma \sum_i ([s_i \ge t] - c)
 
-    Let r be the range of the scores seen on the stream and the first threshold, together. As t cannot leave that range by more
-    than one batch's step, the share answered among N valid samples in batches of B is within (r + gamma B) / (gamma N) of c,
-    on every stream. A first threshold far from all scores seen takes long to reach them. How often the answers are right is not
-    promised.
+    Let r be the range of the first threshold and all scores of the stream. As t cannot leave that range by more than
+    one batch's step, the share answered among N valid samples in batches of B is within (r + gamma B) / (gamma N) of c,
+    on every stream. A first threshold far from all scores takes long to reach them. Nothing is promised about how often
+    the answers are right.
     """
 
     promise: Promise
     threshold: Tensor | None = None
-    """0-d: where it follows the stream; None: the promise's."""
+    """0-d if it follows the stream, None to use the promise's."""
 
     @classmethod
     def begin(cls, promise: Promise, device: torch.device) -> Abstention:
@@ -125,7 +110,7 @@ class Abstention:
         return cls(promise, torch.tensor(promise.threshold) if promise.rate else None).to(device)
 
     def to(self, device: torch.device) -> Abstention:
-        """On that device, in float64 where it has that: in float32 a step can be smaller than what rounding takes away."""
+        """On that device, in float64 if it has that: in float32 a step can be lost to rounding."""
         if self.threshold is None:
             return self
         precise = torch.float32 if device.type == "mps" else torch.float64
@@ -133,66 +118,50 @@ class Abstention:
 
 
 def usable(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Which samples (B,) have an answer at all, of logits (B, K) and what the guard has found (B,)."""
+    """Which samples (B,) of logits (B, K) have an answer, given what the guard has found valid (B,)."""
     known = answered(logits) & (logits.amax(dim=1) > UNKNOWN / 2)
     return known if valid is None else known & valid
 
 
 def confidences(score: str, objective: Objective, logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """What a threshold is on: the score of each sample, (B, K) -> (B,); the least there is for samples without an answer.
-
-    Args:
-        score: a name in `SCORES`.
-        objective: whose confidence it is.
-        logits: (B, K).
-        valid: (B,) bool, what the guard has found.
+    """The score that a threshold is compared with, of each sample of logits (B, K); the smallest for samples without an answer.
 
     Example:
-        >>> confidences("softmax", Opinion(), torch.tensor([[2.0, 0.0], [math.nan, 0.0]]))
+        >>> from come import Softmax
+        >>> confidences("softmax", Softmax(), torch.tensor([[2.0, 0.0], [math.nan, 0.0]]))
         tensor([0.8808, 0.0000])
     """
     good = usable(logits, valid)
-    found = SCORES[score](objective, torch.where(good[:, None], logits, UNKNOWN))
+    found = score_of(score, objective, torch.where(good[:, None], logits, UNKNOWN))
     return torch.where(good, found, found.clamp(max=0))  # a probability is 0; other scores are negative there
 
 
 def abstains(
     promise: Promise, objective: Objective, logits: Tensor, threshold: Tensor | None, valid: Tensor | None = None
 ) -> Tensor:
-    """Which samples (B,) are not to be relied on: below the threshold, or without a usable answer.
+    """Which samples (B,) of logits (B, K) not to rely on: below the threshold, or without a usable answer.
 
-    Args:
-        promise: the score and the threshold.
-        objective: whose confidence it is.
-        logits: (B, K).
-        threshold: 0-d or (B,) in place of the promise's.
-        valid: (B,) bool, what the guard has found.
+    `threshold`, 0-d or (B,), replaces that of the promise; `valid` (B,) is what the guard has found.
     """
-    score = SCORES[promise.score](objective, logits)
+    score = score_of(promise.score, objective, logits)
     least = promise.threshold if threshold is None else threshold.to(score.dtype)
     return ~(usable(logits, valid) & (score >= least))
 
 
 def followed(promise: Promise, threshold: Tensor, abstain: Tensor, counted: Tensor) -> Tensor:
-    """The threshold after a batch: raised where more than the promised share was answered, lowered where less.
+    """The threshold (...,) after a batch: raised if more than the promised share was answered, lowered if less.
 
-    Args:
-        promise: the coverage and the rate.
-        threshold: (...,) in force for the batch.
-        abstain: (..., B) bool.
-        counted: (..., B) bool, those that have an answer. No threshold answers the others, so they do not move it.
+    `abstain` and `counted` are (..., B) bool; samples that are not counted have no answer at any threshold, so they do
+    not move it.
     """
     assert promise.coverage is not None
     excess = (~abstain & counted).sum(dim=-1) - promise.coverage * counted.sum(dim=-1)
     return threshold + promise.rate * excess
 
 
-# ---- choosing a threshold ----
-
-
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be promised, checked before any data is read."""
+    """What to promise, checked before any data is read."""
 
     risk: float | None = None
     coverage: float | None = None
@@ -208,28 +177,21 @@ class Wanted:
             value = getattr(self, name)
             if value is not None:
                 require(require_number(name, value, "in (0, 1)") and 0 < value < 1, name, value, "in (0, 1)")
-        if self.score not in SCORES:
-            raise unknown("score", self.score, SCORES)
+        require_score(self.score)
         require(isinstance(self.follow, bool), "follow", self.follow, "True or False")
         if self.follow and self.risk is not None:
             raise ConfigError(
-                "follow must be False with risk: how often answers are wrong cannot be seen without labels, so no threshold "
+                "follow must be False with risk: without labels nothing shows how often answers are wrong, so no threshold "
                 "can follow it; promise a coverage, or calibrate again on labelled samples of the stream"
             )
 
     def promise(self, score: Tensor, wrong: Tensor | None) -> Promise:
-        """The promise that calibration samples give.
-
-        Args:
-            score: (N,), larger is more confident.
-            wrong: (N,) bool; only for a risk.
-        """
+        """The promise for calibration samples with these scores (N,), and for a risk, which of them are wrong (N,)."""
         score = score.cpu()
         if self.coverage is not None:
             threshold = coverage_threshold(score, self.coverage)
         else:
-            assert wrong is not None
-            assert self.risk is not None
+            assert wrong is not None and self.risk is not None  # noqa: PT018
             threshold = risk_threshold(score, wrong.cpu(), self.risk, self.delta)
         return Promise(
             self.score,
@@ -244,20 +206,16 @@ class Wanted:
 
 
 def _spread(score: Tensor) -> float:
-    """Standard deviation of scores (N,); where all are equal they have no scale, and it is a tenth of their size, or of 1."""
+    """Standard deviation of scores (N,), or a tenth of their size (at least of 1) if they are all equal."""
     spread, size = score.std(correction=0).item(), score.abs().amax().item()
     return spread if spread > EQUAL * size else 0.1 * max(size, 1.0)
 
 
 def coverage_threshold(score: Tensor, coverage: float) -> float:
-    r"""The conformal quantile: a threshold that the next sample reaches with probability >= coverage.
+    r"""The conformal quantile of scores (N,): a threshold that the next sample reaches with probability >= coverage.
 
     It is the k-th smallest of N scores, :math:`k = \lfloor (N + 1)(1 - \text{coverage}) \rfloor`: of N + 1 exchangeable
     scores the next one is below the k-th smallest of the others with probability at most k / (N + 1).
-
-    Args:
-        score: (N,), larger is more confident.
-        coverage: in (0, 1).
 
     Example:
         >>> coverage_threshold(torch.arange(19.0), 0.9)
@@ -271,26 +229,26 @@ def coverage_threshold(score: Tensor, coverage: float) -> float:
 
 
 def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed: int = 0) -> float:
-    r"""A threshold above which, with probability 1 - delta, at most the share `risk` of all samples to come is wrong.
+    r"""A threshold above which, with probability 1 - delta, at most the share `risk` of all future samples is wrong.
 
-    "Learn then test" (Angelopoulos et al., 2021) with fixed-sequence testing. A quarter of the samples, drawn at random,
-    chooses a sequence of thresholds: first about the one at which the risk is most clearly met, then lower ones. On the
-    others, of which m reach a threshold and w of these are wrong, a threshold passes if so few would be wrong with
+    "Learn then test" (Angelopoulos et al., 2021) with fixed-sequence testing. A random quarter of the samples chooses a
+    sequence of thresholds: first about the one at which the risk is most clearly met, then lower ones. The other
+    samples test it. Let m of them reach a threshold and w of these be wrong; it passes if so few would be wrong with
     probability at most delta were the risk not met (the exact binomial test, Clopper and Pearson, 1934):
 
     .. math:: P(\mathrm{Bin}(m, \text{risk}) \le w) \le \delta
 
-    The result is the last one that passes before the first that fails. The first threshold of the sequence whose true risk
-    is above `risk` passes with probability at most delta, and none behind it is reached otherwise; so nothing is paid for
-    testing many. Where no threshold has the risk, that is the first of all: an error with probability at least 1 - delta, else
-    a threshold that does not have it.
+    The result is the last one that passes before the first that fails. The first threshold of the sequence whose true
+    risk is above `risk` passes with probability at most delta, and otherwise none after it is reached; so testing many
+    costs nothing. Where no threshold has the risk, that is the very first one: an error with probability at least 1 -
+    delta, otherwise a threshold that does not have the risk.
 
     Args:
         score: (N,), larger is more confident.
         wrong: (N,) bool.
         risk: in (0, 1).
         delta: in (0, 1).
-        seed: of the draw.
+        seed: of the random quarter.
 
     Returns:
         the threshold; -inf if all samples can be answered.
@@ -316,14 +274,14 @@ def risk_threshold(score: Tensor, wrong: Tensor, risk: float, delta: float, seed
         others = (r / 1000 for r in range(math.floor(1000 * risk) + 1, 1000))
         least_risk = next((r for r in others if _tested(*pilot, *test, r, delta) is not None), 1.0)
         raise InputError(
-            f"no threshold has a risk of {risk:g} that these {len(score)} samples can promise with delta={delta:g}; the "
-            f"smallest they can is {least_risk:g}: ask for it, or give more samples or another score"
+            f"risk must be at least {least_risk:g} for these {len(score)} samples with delta={delta:g}, got {risk:g}; ask for "
+            "that risk, or give more samples or another score"
         )
     return found
 
 
 def _needed(risk: float, delta: float) -> int:
-    """As many answers must be right, and none wrong, to promise the risk."""
+    """How many answers must be right, and none wrong, to promise the risk."""
     return math.ceil(math.log(delta) / math.log1p(-risk))
 
 
@@ -335,7 +293,7 @@ def _tested(
     reached = torch.arange(1, len(score) + 1)
     margin = (risk * reached - wrong[order].cumsum(0)) / reached.sqrt()  # in standard deviations, but for a factor
     best = int(margin.argmax()) if len(score) else 0
-    # A little above it, as a small pilot is too hopeful; but not so high that too few of the others reach it to be tested.
+    # Start a little above it, as a small pilot is optimistic; but not so high that too few of the others reach it.
     least = math.ceil(1.25 * _needed(risk, delta) * len(score) / len(others)) - 1
     first = max(3 * best // 4, min(best, least))
     sequence = [*score[first : len(score) - 1 : max(1, len(score) // STEPS)].tolist(), -math.inf]  # in the end all
@@ -360,11 +318,8 @@ def binomial_cdf(k: int, n: int, p: float) -> float:
     return torch.logsumexp(ways + i * math.log(p) + (n - i) * math.log1p(-p), dim=0).exp().item()
 
 
-# ---- calibration samples ----
-
-
 def labelled(batch: Any) -> tuple[Any, Tensor | None]:
-    """A batch of calibration samples as what goes into the model, and the labels if there are any.
+    """A batch of calibration samples as the model's input, and the labels if there are any.
 
     A pair whose second part is a vector of integers is (x, y); everything else is x.
     """
@@ -376,13 +331,9 @@ def labelled(batch: Any) -> tuple[Any, Tensor | None]:
 def scored(
     data: Iterable[Any], answer: Callable[[Any], Step], objective: Objective, wanted: Wanted
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores (N,) of calibration samples, and which of their predictions are wrong (N,), if that is asked for.
+    """Scores (N,) of calibration samples, and for a risk, which of their predictions are wrong (N,).
 
-    Args:
-        data: batches x or (x, y); y is -1 for an outlier, which no answer is right for.
-        answer: gives the logits (B, K) of a batch, and which samples are valid.
-        objective: whose confidence it is.
-        wanted: which score, and whether labels are needed.
+    `data` are batches x or (x, y), with y = -1 for an outlier, which every answer gets wrong; `answer` runs one step on x.
     """
     scores, wrong = list[Tensor](), list[Tensor]()
     for batch in data:
@@ -399,7 +350,7 @@ def scored(
                 f"calibration samples and their logits must be finite and not absurdly large, got {bad} of {len(logits)} that "
                 "are not; fix the data"
             )
-        scores.append(SCORES[wanted.score](objective, logits))
+        scores.append(score_of(wanted.score, objective, logits))
         if wanted.risk is not None and y is not None:
             wrong.append(logits.argmax(dim=1) != _checked(y, logits).to(logits.device))
     if not scores:

@@ -1,7 +1,7 @@
-"""What can be done after each step: `adapter.callbacks.append(Snapshots("folder"))`.
+"""Functions that run after each step: `adapter.callbacks.append(Snapshots("folder"))`.
 
-A callback is any function of (adapter, step). It runs when the step is done; what it raises is logged, counted in
-`health()["callback_failed"]`, and stops nothing.
+A callback is any function of (adapter, step). An exception in it is logged, counted in `health()["callback_failed"]`, and
+stops nothing.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ Log = Callable[[str, float, int], object]
 
 
 class Snapshots:
-    """Write the state to disk every so many steps, and keep the last few.
+    """Write the state to disk every `every` steps, and keep the last `keep` files.
 
-    Files are called `METHOD-NUMBER.safetensors`; numbers go on where those in the folder end. Only files of that name that
-    this object has written, or that an earlier run has left, are removed, oldest first; no other file is touched.
-
-    Args:
-        folder: where; it is made if it is not there.
-        every: steps between two snapshots.
-        keep: how many are kept.
+    Files are called `METHOD-NUMBER.safetensors`; numbers continue after those in the folder, which is created if missing. Only
+    files with such a name are removed, oldest first; no other file is touched.
 
     Example:
         >>> import come, tempfile, torch
@@ -53,7 +48,7 @@ class Snapshots:
         self._steps = 0
 
     def __call__(self, adapter: Adapter, step: Step) -> None:
-        """Write one if it is due."""
+        """Write a snapshot if one is due."""
         self._steps += 1
         if self._steps % self.every or not adapter.writes:
             return
@@ -91,7 +86,7 @@ class Scalars:
         self.log = log
 
     def __call__(self, adapter: Adapter, step: Step) -> None:
-        """Log what the guard has read last."""
+        """Log the guard's latest signals."""
         health = adapter.health()
         for name in (*SIGNALS, "agreement", "lr_scale"):
             if name in health:

@@ -1,6 +1,6 @@
-"""What `come` raises. Every message names the limit, the value that was given and the repair.
+"""The exceptions of `come`. Every message names the limit, the value that was given and the repair.
 
-All errors are `ComeError`s, so one `except come.ComeError` catches whatever this library refuses; each one is also the
+All are `ComeError`s, so `except come.ComeError` catches every error that this library raises on purpose; each is also the
 built-in type that a Python programmer would expect.
 """
 
@@ -21,7 +21,7 @@ FEW = 20
 
 
 def warn(message: str) -> None:
-    """A warning at the line of the user's that called this library."""
+    """Warn at the line of the user's code that called this library."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "come":
         frame, level = frame.f_back, level + 1
@@ -29,7 +29,7 @@ def warn(message: str) -> None:
 
 
 class ComeError(Exception):
-    """Base of everything that this library raises on purpose."""
+    """Base of all errors that this library raises on purpose."""
 
 
 class ConfigError(ComeError, ValueError):
@@ -49,11 +49,11 @@ class StateError(ComeError, ValueError):
 
 
 class ClosedError(ComeError, RuntimeError):
-    """A call of an adapter that was closed."""
+    """A call of a closed adapter."""
 
 
 class RankError(ComeError, RuntimeError):
-    """Another rank has ended or does not answer: one stream cannot go on over these processes."""
+    """Another rank has ended or does not answer, so the processes cannot continue their stream."""
 
 
 class CollapseError(ComeError, RuntimeError):
@@ -65,14 +65,14 @@ class MissingError(ComeError, ModuleNotFoundError):
 
 
 class _Shown(reprlib.Repr):
-    """A repr that looks at the beginning of large things only."""
+    """A repr that reads only the beginning of large values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 2, LONGEST - 10, LONGEST
 
     def repr1(self, x: Any, level: int) -> str:
-        """By what it is, subclasses included; never all of a model, a tensor or a number of a million digits."""
+        """By type, subclasses included; never the whole of a model, a tensor or a number of a million digits."""
         if isinstance(x, (str, bytes, bytearray)):
             return repr(x) if len(x) <= self.maxstring else f"{x[: self.maxstring]!r}..."
         for kind in (dict, list, tuple, set, frozenset):
@@ -94,7 +94,7 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """`value` for a message: on one line, at most about 100 characters, and only what a terminal can show.
+    """`value` for a message: on one line, at most about 100 characters, all of them printable.
 
     >>> shown("a" * 1_000_000)[-8:], shown([0.5] * 1000)
     ("aaaa'...", '[0.5, 0.5, 0.5, 0.5, 0.5, 0.5, ...]')
@@ -107,7 +107,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what could move the cursor, or cannot be shown, written out.
+    """Escape all characters that could move the cursor or cannot be displayed.
 
     >>> print(printable("two\\nlines"))
     two\\nlines
@@ -116,13 +116,9 @@ def printable(text: str) -> str:
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigError:
-    """Build the error for an unknown name: the most similar known names, and all of them where they are few.
+    """Build the error for an unknown name: suggest similar ones, and list all known names if they are few.
 
-    Args:
-        kind: what it should have named.
-        name: what was given.
-        known: the names that there are.
-        hint: where to see them, or what else may be given; a clause.
+    `kind` is what it should have named; `hint` is a clause, such as where all names are listed.
 
     >>> print(unknown("method", "tnet", ["sar", "tent"]))
     no method 'tnet'; did you mean 'tent'? Known: sar, tent
@@ -152,7 +148,7 @@ def _guess(name: object, known: Iterable[str], hint: str = "") -> str:
 
 
 def _similar(name: str, known: list[str]) -> list[str]:
-    """Up to three names, the most similar one first, and others only if they are about as similar; case does not matter."""
+    """Up to three names, the most similar one first, others only if they are about as similar; case does not matter."""
     given = name[:LONGEST].lower()
     spelled: dict[str, str] = {}
     for one in known:
@@ -168,7 +164,7 @@ def _similar(name: str, known: list[str]) -> list[str]:
 
 
 def missing(what: str, error: ModuleNotFoundError, extra: str) -> MissingError:
-    """Build the error for a package that is not installed, and say which extra brings it.
+    """Build the error for a package that is not installed, and name the extra that installs it.
 
     >>> print(missing("come.serve", ModuleNotFoundError(name="fastapi"), "serve"))
     come.serve needs fastapi, which is missing; install it with: pip install -e ".[serve]" (in your clone of come)
@@ -179,7 +175,7 @@ def missing(what: str, error: ModuleNotFoundError, extra: str) -> MissingError:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs an extra. There is no package to download yet, so it is run in a clone.
+    """The command that installs an extra, run in a clone, as there is no package to download yet.
 
     >>> print(pip_install("bench,ray"))
     pip install -e ".[bench,ray]" (in your clone of come)
@@ -200,7 +196,7 @@ def require(ok: bool, name: str, value: object, limit: str) -> None:
 
 
 def require_int(name: str, value: Any, least: int, extra: str = "") -> None:
-    """Raise a `ConfigError` unless `value` is an integer >= `least`; True and False are none.
+    """Raise a `ConfigError` unless `value` is an integer >= `least`; booleans are not.
 
     >>> require_int("steps", True, 1)
     Traceback (most recent call last):
@@ -224,7 +220,7 @@ def require_number(name: str, value: Any, limit: str) -> bool:
 
 
 def saved_number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> float:
-    """A number of a saved state, of a tensor that must hold one in [low, high]; else raise a `StateError`.
+    """The number in [low, high] in a tensor of a saved state, or a `StateError`.
 
     >>> import torch
     >>> saved_number("count", torch.tensor(3), 0, 10, whole=True)

@@ -1,16 +1,16 @@
-r"""What adaptation minimizes: log-masses, and everything that follows from them.
+"""What adaptation minimizes: log-masses, and everything that follows from them.
 
-An objective is one function, `log_mass(logits) -> (..., M)`: a normalized log-distribution over M outcomes. Softmax has
-the K classes as outcomes. A subjective opinion has K + 1: the classes and "I do not know". All else is derived here, once,
-for every objective:
+An objective is one function, `log_mass(logits) -> (..., M)`: a normalized log-distribution over M outcomes. Softmax has the K
+classes as outcomes. A subjective opinion has K + 1: the classes and "I do not know". Everything else is derived here, for
+every objective:
 
     entropy      H(m)    = -sum_j exp(m_j) m_j                  Tent, EATA, SAR
     consistency  C(s, t) = -sum_j exp(t_j) s_j                  student and teacher
     marginal     H(log mean_v exp m^v)                          several views of one image
     confidence   max_{k <= K} exp(m_k)                          the score for FPR and AUROC
-    uncertainty  exp(m_{K+1})                                   how much is not known
+    uncertainty  exp(m_{K+1})                                   the mass on "I do not know"
 
-So no method knows which objective it was given, and COME is a drop-in by construction.
+No method knows which objective it was given, so COME is a drop-in replacement in every one.
 
 Reference: Zhang et al., "COME: Test-time Adaption by Conservatively Minimizing Entropy", ICLR 2025.
 """
@@ -37,19 +37,12 @@ MASKED = -1e30  # stands for a logit of -inf: its mass is exactly 0, and 0 * ln 
 
 
 def hold_norm(logits: Tensor, p: float = 2.0) -> Tensor:
-    r"""Return `logits` unchanged in value, but without a gradient along the p-norm (Eq. 9 of the paper).
+    r"""Return logits (..., K) unchanged in value, but without a gradient along their p-norm (Eq. 9), 1 <= p <= inf.
 
     .. math:: z = f \cdot \mathrm{sg}(\lVert f \rVert_p) / \lVert f \rVert_p
 
-    The gradient with respect to f is orthogonal to f: :math:`\langle f, \partial L / \partial f \rangle = 0`, so no step
-    can lower the loss by growing the logits. A zero vector stays zero and gets a zero gradient.
-
-    Args:
-        logits: (..., K), floating.
-        p: order of the norm, 1 <= p <= inf.
-
-    Returns:
-        (..., K), equal to `logits`.
+    The gradient with respect to f is orthogonal to f: :math:`\langle f, \partial L / \partial f \rangle = 0`, so no step can
+    lower the loss by growing the logits. A zero vector stays zero and gets a zero gradient.
 
     Example:
         >>> f = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -66,10 +59,10 @@ def hold_norm(logits: Tensor, p: float = 2.0) -> Tensor:
 
 
 class Objective(ABC):
-    """A log-mass over M outcomes and all that is derived from it.
+    """A log-mass over M outcomes and everything that is derived from it.
 
-    Write your own by subclassing it with one method, `log_mass`; then pass the object wherever a name is taken. If
-    M = K + 1, the last outcome is read as "I do not know". `come.testing.check_objective` checks the contract.
+    To write your own, subclass it with one method, `log_mass`, and pass an instance wherever a name is accepted. If M = K + 1,
+    the last outcome means "I do not know". `come.testing.check_objective` checks the contract.
 
     Example:
         >>> class Tempered(Objective):
@@ -90,13 +83,7 @@ class Objective(ABC):
         """
 
     def entropy(self, logits: Tensor) -> Tensor:
-        r"""Entropy of the mass, per sample: :math:`H = -\sum_j e^{m_j} m_j`.
-
-        Args:
-            logits: (..., K).
-
-        Returns:
-            (...,), in nats.
+        r"""Entropy of the mass in nats, :math:`H = -\sum_j e^{m_j} m_j`, of logits (..., K) to (...,).
 
         Example:
             >>> Softmax().entropy(torch.zeros(2, 4))
@@ -105,15 +92,12 @@ class Objective(ABC):
         return _entropy(self.log_mass(logits))
 
     def consistency(self, student: Tensor, teacher: Tensor, *, symmetric: bool = False) -> Tensor:
-        r"""Cross-entropy between two masses, per sample: :math:`C = -\sum_j e^{m^t_j} m^s_j`.
+        r"""Cross-entropy between two masses in nats, :math:`C = -\sum_j e^{m^t_j} m^s_j`; the entropy when the two agree.
 
         Args:
             student: logits (..., K).
             teacher: logits (..., K); detach it if it must not receive a gradient.
-            symmetric: the mean of C(student, teacher) and C(teacher, student).
-
-        Returns:
-            (...,), in nats; equals the entropy when the two agree.
+            symmetric: return the mean of C(student, teacher) and C(teacher, student).
 
         Example:
             >>> z = torch.tensor([[1.0, 2.0, 3.0]])
@@ -125,14 +109,9 @@ class Objective(ABC):
         return 0.5 * forward - 0.5 * (s.exp() * t).sum(dim=-1) if symmetric else forward
 
     def marginal_entropy(self, logits: Tensor, dim: int = 0) -> Tensor:
-        r"""Entropy of the mass averaged over views: :math:`H(\frac{1}{V} \sum_v e^{m^v})`.
+        r"""Entropy of the mass averaged over views, :math:`H(\frac{1}{V} \sum_v e^{m^v})`.
 
-        Args:
-            logits: (..., V, ..., K), views along `dim`.
-            dim: the axis of the views; not the last one.
-
-        Returns:
-            the shape of `logits` without `dim` and without the class axis.
+        Logits are (..., V, ..., K) with the views along `dim`; the result lacks that axis and the class axis.
 
         Example:
             >>> views = torch.tensor([[9.0, 0.0], [0.0, 9.0]])  # two views that contradict each other
@@ -142,18 +121,12 @@ class Objective(ABC):
         m = self.log_mass(logits)
         if dim % logits.ndim == logits.ndim - 1:
             raise InputError(
-                f"dim is {dim}, the class axis of logits {tuple(logits.shape)}; name the axis of the views"
+                f"dim must be the axis of the views of logits {tuple(logits.shape)}, got {dim}, the class axis"
             )
         return _entropy(torch.logsumexp(m, dim=dim) - math.log(logits.shape[dim]))
 
     def confidence(self, logits: Tensor) -> Tensor:
-        r"""Largest mass on a class, per sample: :math:`\max_{k \le K} e^{m_k}`, in [0, 1].
-
-        Args:
-            logits: (..., K).
-
-        Returns:
-            (...,).
+        r"""Largest mass on a class, :math:`\max_{k \le K} e^{m_k}` in [0, 1], of logits (..., K) to (...,).
 
         Example:
             >>> Opinion().confidence(torch.zeros(1, 4))  # half of the mass is "I do not know"
@@ -162,13 +135,7 @@ class Objective(ABC):
         return self.log_mass(logits)[..., : logits.shape[-1]].amax(dim=-1).exp()
 
     def uncertainty(self, logits: Tensor) -> Tensor:
-        r"""Mass on "I do not know", per sample: :math:`u = e^{m_{K+1}}`; 1 - confidence where M = K.
-
-        Args:
-            logits: (..., K).
-
-        Returns:
-            (...,), in [0, 1]; abstain where it is large.
+        """Mass on "I do not know", :math:`u = e^{m_{K+1}}` in [0, 1], of logits (..., K) to (...,); 1 - confidence where M = K.
 
         Example:
             >>> Opinion().uncertainty(torch.tensor([[5.0, 0.0], [-5.0, -5.0]]))
@@ -227,16 +194,16 @@ class Opinion(Objective):
 
     .. math:: b_k = e_k / S, \qquad u = K / S
 
-    which is the softmax over the K logits and one more logit, ln K; it is computed in that form, so it is exact and finite
-    for every K, dtype and scale.
+    which is the softmax over the K logits and one more logit, ln K; it is computed in that form, so it is exact and finite for
+    every K, dtype and scale.
 
     Args:
         freeze_norm: take the gradient with the norm of the logits held (Eq. 9); without it, the ablation's "SL without UC".
         p: order of that norm, 1 <= p <= inf.
         tau: factor on the logits, > 0.
-        evidence: "exp" is what the published implementation does. "exp-1" is Eq. 3 to 5 of the paper with the evidence
-            clamped at 0 (as printed, a negative logit makes a negative belief and a NaN). "relu" and "softplus" are
-            the usual alternatives of evidential learning.
+        evidence: "exp" is what the published implementation does. "exp-1" is Eq. 3 to 5 of the paper with the evidence clamped
+            at 0 (as printed, a negative logit makes a negative belief and a NaN). "relu" and "softplus" are the usual
+            alternatives of evidential learning.
         eps: added to every mass, without renormalizing. 0 by default; 1e-7 reproduces the published numbers.
 
     Example:
@@ -255,9 +222,8 @@ class Opinion(Objective):
 
     def __post_init__(self) -> None:
         _check_norm(self.p, self.tau)
-        require(
-            self.evidence in get_args(Evidence), "evidence", self.evidence, f"one of {', '.join(get_args(Evidence))}"
-        )
+        kinds = get_args(Evidence)
+        require(self.evidence in kinds, "evidence", self.evidence, f"one of {', '.join(kinds)}")
         require(0 <= self.eps < 1, "eps", self.eps, "in [0, 1)")
 
     def log_mass(self, logits: Tensor) -> Tensor:
@@ -270,12 +236,11 @@ class Opinion(Objective):
 
 @dataclass(frozen=True)
 class Invariant(Objective):
-    r"""COME for any classifier: an opinion that does not depend on the constant that training leaves free.
+    r"""COME for any classifier: an opinion that does not depend on the constant that training leaves undetermined.
 
-    A softmax classifier is the same for every constant added to its logits, but the opinion of `Opinion` is not: there
-    "I do not know" has the fixed logit ln K. Here it has as much mass as the classifier itself leaves open. With the
-    centred logits
-    :math:`c = f - \bar f`, their held form :math:`z = c \, \mathrm{sg}(\lVert c \rVert_2) / \lVert c \rVert_2` and
+    A softmax classifier is the same for every constant added to its logits, but the opinion of `Opinion` is not: there "I do
+    not know" has the fixed logit ln K. Here its mass is the normalized entropy of the classifier itself. With the centred
+    logits :math:`c = f - \bar f`, their held form :math:`z = c \, \mathrm{sg}(\lVert c \rVert_2) / \lVert c \rVert_2` and
     :math:`p = \mathrm{softmax}(f)`:
 
     .. math:: u = \min\left(\frac{H(p)}{\ln K},\ \frac12\right), \qquad
@@ -283,8 +248,8 @@ class Invariant(Objective):
                   \mathrm{sg}\left(\ln \sum_k e^{z_k} + \ln \frac{u}{1 - u}\right)\right)
 
     so that :math:`b_k = (1 - u) \, p_k`. The logit of "I do not know" is a constant for the gradient, as ln K is in COME, and
-    the gradient has no part along c. Two classifiers with the same probabilities get the same masses and gradients:
-    `come.testing.check_invariance`.
+    the gradient has no part along c. Two classifiers with the same probabilities get the same masses and gradients
+    (`come.testing.check_invariance`).
 
     Args:
         freeze_norm: take the gradient with the norm of the centred logits held.
@@ -324,14 +289,14 @@ def _check_norm(p: float, tau: float) -> None:
 
 
 def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
-    """Check the class axis, leave half precision, apply Eq. 9 to the classes that are not masked by -inf."""
+    """Check the class axis, convert to float32 or better, apply Eq. 9 to the classes that are not masked by -inf."""
     if logits.ndim < 1 or logits.shape[-1] < 2:
-        raise InputError(f"logits have shape {tuple(logits.shape)}; the last axis needs K >= 2 classes")
+        raise InputError(f"logits must be (..., K) with K >= 2 classes, got shape {tuple(logits.shape)}")
     if not logits.is_floating_point():
-        raise InputError(f"logits are {logits.dtype}; they must be floating point: call .float()")
+        raise InputError(f"logits must be floating point, got {logits.dtype}: call .float()")
     masked = logits.isneginf()
     z = at_least_float32(logits).masked_fill(masked, 0)
-    if freeze_norm and torch.is_grad_enabled():  # it changes the gradient alone
+    if freeze_norm and torch.is_grad_enabled():  # it changes only the gradient
         z = hold_norm(z, p)
     return (z if tau == 1 else z * tau).masked_fill(masked, MASKED)
 
@@ -353,9 +318,8 @@ def _log_evidence(z: Tensor, evidence: Evidence) -> Tensor:
 def _check(name: str, thing: object) -> str:
     if isinstance(thing, Objective):
         return ""
-    repair = ""
-    if isinstance(thing, type) and issubclass(thing, Objective):
-        repair = f"; make one: {thing.__name__.lower()} = {thing.__name__}()"
+    made = isinstance(thing, type) and issubclass(thing, Objective)
+    repair = f"; make one: {thing.__name__.lower()} = {thing.__name__}()" if made else ""  # type: ignore[attr-defined]
     return f"must be an instance of come.Objective, got {shown(thing)}{repair}"
 
 
@@ -376,9 +340,9 @@ def names() -> list[str]:
 
 
 def get(objective: str | Objective) -> Objective:
-    """The objective of that name, or the object itself if it is one already.
+    """The objective of that name, or the object itself if it is an objective.
 
-    A name may carry arguments, `name:argument=value:...`, so that ablations can be asked for on the command line.
+    A name may carry arguments, `name:argument=value:...`, so that ablations can be run from the command line.
 
     Example:
         >>> get("em")

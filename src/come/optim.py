@@ -1,8 +1,8 @@
 """Optimizers as pure functions: (weights, gradient, moments, learning rate) -> (weights, moments).
 
-All adapted parameters are one vector (P,), so `sgd` and `adam` are a few operations, and nothing is changed in place: an
-update that is not wanted is dropped, moments included. Any other torch optimizer is built anew for each step from the
-moments; that is slower, and waits for the device.
+All adapted parameters are one vector (P,), so `sgd` and `adam` are a few operations, and nothing is changed in place: a
+rejected update is dropped together with its moments. Any other torch optimizer is rebuilt in each step from the moments; that
+is slower, and waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Moments = dict[str, Tensor]
 Split = Callable[[Tensor], list[Tensor]]
 """Cuts a vector (P,) into the tensors of the single parameters."""
 Join = Callable[[Sequence[Tensor]], Tensor]
-"""The other way round."""
+"""Its inverse."""
 
 
 class Rule(Protocol):
@@ -33,11 +33,9 @@ class Rule(Protocol):
 
     def init(self, weights: Tensor) -> Moments:
         """Moments before the first step."""
-        ...
 
     def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
         """New weights and moments; `lr` is a 0-d tensor."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
 
     def init(self, weights: Tensor) -> Moments:
-        """A velocity of zero: the first step is then the plain gradient, as torch's is."""
+        """A velocity of zero: the first step is then the plain gradient, as in torch."""
         return {"momentum": torch.zeros_like(weights)} if self.momentum else {}
 
     def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
@@ -98,14 +96,13 @@ class adam:  # noqa: N801
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     not_negative: ClassVar[tuple[str, ...]] = ("step", "second")
-    """Moments that are never negative."""
 
     def __post_init__(self) -> None:
         require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "betas", self.betas, "two in [0, 1)")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
 
     def init(self, weights: Tensor) -> Moments:
-        """No step yet."""
+        """Moments of zero."""
         zero = torch.zeros_like(weights)
         return {"step": weights.new_zeros(()), "first": zero, "second": zero.clone()}
 
@@ -144,7 +141,7 @@ class TorchRule:
         return optimizer, params
 
     def update(self, weights: Tensor, gradient: Tensor, moments: Moments, lr: Tensor) -> tuple[Tensor, Moments]:
-        """One step of a fresh optimizer that is given the moments of the one before."""
+        """One step of a new optimizer that gets the moments of the previous one."""
         optimizer, params = self._optimizer(weights, float(lr))
         for i, (p, g) in enumerate(zip(params, self.split(gradient), strict=True)):
             p.grad = g.clone()
@@ -165,7 +162,7 @@ NAMED: dict[str, Callable[[], sgd | adam]] = {"sgd": sgd, "adam": adam}
 
 
 def get(optimizer: str | sgd | adam | OptimizerFactory, split: Split, join: Join) -> Rule:
-    """The rule of that name with its defaults, the rule itself, or a torch optimizer made into one."""
+    """The rule of that name with its defaults, the rule itself, or a torch optimizer wrapped in one."""
     if isinstance(optimizer, str):
         if optimizer not in NAMED:
             raise unknown("optimizer", optimizer, NAMED)

@@ -1,4 +1,4 @@
-"""Names for things: register, look up with a suggestion, and let other packages add theirs by entry point."""
+"""Registries: look names up with a suggestion for typos, and let other packages register theirs by entry point."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Check = Callable[[str, object], str]
 
 
 class Registry(Generic[T]):
-    """A dictionary of named things that answers a wrong name with the most similar right one.
+    """A dictionary of named things that suggests the most similar name for one it does not know.
 
     Args:
         kind: what the things are, for messages: "method", "objective".
-        entry_points: group under which installed packages offer more of them; read on the first miss or listing. One that
-            cannot be loaded or is of the wrong kind is left out with a warning.
+        entry_points: group of the entry points of installed packages, read on the first miss or listing. One that cannot be
+            loaded or is of the wrong kind is left out with a warning.
         check: says what is wrong with a thing that is to be added.
 
     Example:
@@ -47,7 +47,7 @@ class Registry(Generic[T]):
         self._lock = threading.RLock()  # a plugin may ask for names while it is imported
 
     def add(self, name: str, thing: T) -> None:
-        """Register `thing`; a name is given once."""
+        """Register `thing`; a second thing under the same name is an error."""
         if not isinstance(name, str) or not name or any(c in ":,=" or c.isspace() for c in name):
             raise ConfigError(f"the name of a {self.kind} must be a word without : , = and spaces, got {shown(name)}")
         if wrong := self.check(name, thing) if self.check else "":
@@ -57,13 +57,13 @@ class Registry(Generic[T]):
         self._things[name] = thing
 
     def remove(self, name: str) -> None:
-        """Forget `name`."""
+        """Unregister `name`."""
         if name not in self._things:
             raise unknown(self.kind, name, self._things)
         del self._things[name]
 
     def get(self, name: str) -> T:
-        """Look `name` up; a miss raises a `ConfigError` that suggests a repair."""
+        """The thing called `name`, or a `ConfigError` that suggests a repair."""
         if name not in self._things:
             self._discover()
         if name not in self._things:
@@ -76,11 +76,11 @@ class Registry(Generic[T]):
         return list(self._things)
 
     def loaded(self) -> dict[str, T]:
-        """What is registered so far, without looking for installed packages."""
+        """The things registered so far, without looking for installed packages."""
         return dict(self._things)
 
     def _discover(self) -> None:
-        """Add what installed packages offer; what is wrong with it is said when all have been seen."""
+        """Add the entry points of installed packages; warn about all broken ones at the end."""
         complaints = []
         with self._lock:
             group, self._group = self._group, None
@@ -103,7 +103,7 @@ class Registry(Generic[T]):
 
 
 def _package(point: EntryPoint) -> str:
-    """Who offers it; where the package has lost its metadata, the module."""
+    """The package of an entry point; its module, if the package has lost its metadata."""
     name: object = None
     with contextlib.suppress(Exception):
         name = point.dist.name if point.dist else None
@@ -118,9 +118,9 @@ def _reason(error: BaseException) -> str:
 
 
 def summary(thing: object) -> str:
-    """What a thing says of itself in one line: its `summary`, or the first line of its docstring; "" if it has none.
+    """One line about a thing: its `summary`, or the first line of its docstring; "" if it has none.
 
-    A method of `come` has a file of its own, whose first line says what it does.
+    A method of `come` has its own file, whose first line says what it does.
 
     Example:
         >>> from come.methods import LAME
@@ -138,7 +138,7 @@ def summary(thing: object) -> str:
 
 
 def _docstring(kind: type) -> str:
-    """Of the class itself; what `dataclass` makes up, its signature, is none."""
+    """The docstring that somebody wrote: not the signature that `dataclass` generates."""
     text = kind.__doc__ or ""
     return "" if text.startswith(f"{kind.__name__}(") else text
 
@@ -163,7 +163,7 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def literal(text: str) -> Any:
-    """A value as people type it: JSON, a number, or text.
+    """A value as typed on a command line: JSON, a number, or text.
 
     Example:
         >>> literal("true"), literal("5e-4"), literal("inf"), literal("sgd")

@@ -1,4 +1,4 @@
-"""Seeds that are made from one: every draw that a seed decides has a seed of its own."""
+"""Derived seeds: every random draw that depends on a user's seed gets its own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import hashlib
 
 
 def derived_seed(seed: int, *purpose: object) -> int:
-    """A seed for one purpose, independent of those for other purposes and of what any other `seed` leads to.
+    """A seed in [0, 2^56) for one purpose, independent of those for other purposes and other values of `seed`.
 
-    Sums such as seed + i are not: those of neighbouring seeds overlap, and runs that should be independent repeat each other.
-
-    Args:
-        seed: the one that the user chose.
-        purpose: what is drawn with it: a word, the number of a batch.
-
-    Returns:
-        An integer from 0 to 2^56 - 1.
+    Sums such as seed + i are not independent: those of neighbouring seeds overlap, and runs that should differ repeat each
+    other. `purpose` says what is drawn: a word, the number of a batch.
 
     Example:
         >>> derived_seed(0, "order", 1) != derived_seed(1, "order", 0)

@@ -1,41 +1,27 @@
-"""Which parameters adapt: chosen by their role and their depth, never by what a model calls them."""
+"""Which parameters adapt: chosen by their role and their depth, never by their names in a model."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
 from come.errors import require
 
-
-class Selector(Protocol):
-    """Takes a model, returns the parameters to adapt by name, in the model's order."""
-
-    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Choose."""
-        ...
-
+Selector = Callable[[nn.Module], dict[str, nn.Parameter]]
+"""Takes a model, returns the parameters to adapt by name, in the model's order."""
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-NORMS = (
-    *BATCH_NORMS,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+NORMS = (*BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def is_norm(module: nn.Module) -> bool:
     """Whether `module` is a normalization layer.
 
     True for torch's BatchNorm, LayerNorm, GroupNorm, RMSNorm and InstanceNorm and their subclasses, and for any class called
-    "...Norm..." that owns nothing but vectors (libraries write their own RMSNorm).
+    "...Norm..." whose own parameters are all vectors (libraries write their own RMSNorm).
 
     Example:
         >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
@@ -58,11 +44,11 @@ def norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that `model` stacks, first to last: the ViT's layers, the ResNet's stages.
+    """Names of the blocks that `model` stacks, first to last: a ViT's layers, a ResNet's stages; [] if there is no stack.
 
     A stack is three or more siblings that all contain normalization layers: the compound children of a `Sequential` or
-    `ModuleList`, or children of any module that are called alike but for a number (`layer1`, `layer2`, ...). Of several
-    stacks the one with the most normalization layers counts, the outermost first. A model without a stack gives [].
+    `ModuleList`, or children of any module whose names differ only in a number (`layer1`, `layer2`, ...). Of several stacks
+    the one with the most normalization layers counts, the outermost first.
 
     Example:
         >>> block = lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -100,9 +86,9 @@ class norm_affine:  # noqa: N801 - reads as the verb it is: select=norm_affine(s
     """Select the weights and biases of normalization layers.
 
     Args:
-        skip_last: share of the blocks, counted from the end, to leave alone, in [0, 1); rounded to whole blocks, at least
-            one when positive. With it goes every normalization layer behind the last block (the final norm). In a model
-            without a recognizable stack of blocks the last share of its normalization layers is left alone.
+        skip_last: share of the blocks, counted from the end, that does not adapt, in [0, 1); rounded to whole blocks, at least
+            one when positive. The normalization layers behind the last block (the final norm) are left out with it. In a model
+            without a recognizable stack of blocks it is the share of the normalization layers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
@@ -131,7 +117,7 @@ class norm_affine:  # noqa: N801 - reads as the verb it is: select=norm_affine(s
         }
 
     def _late(self, model: nn.Module, names: list[str]) -> set[str]:
-        """Which of the norm layers `names` lie in the last share of the blocks or behind them."""
+        """Which of the norm layers `names` are in the last share of the blocks or behind them."""
         stack = blocks(model) or names
         skipped = stack[len(stack) - max(1, round(self.skip_last * len(stack))) :]
         position = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -145,7 +131,7 @@ def _inside(name: str, block: str) -> bool:
 
 @dataclass(frozen=True)
 class layers:  # noqa: N801
-    """Select the weights and biases of all layers; not class tokens, position embeddings, layer scales and the like.
+    """Select the weights and biases of all layers, but no class tokens, position embeddings, layer scales and the like.
 
     Example:
         >>> list(layers()(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))

@@ -47,8 +47,8 @@ def test_pictures_become_squares():
         ({"size": 0}, "size must be an integer >= 1, got 0"),
         ({"resize": 2.5}, "resize must be an integer >= 1, got 2.5"),
         ({"interpolation": "bicbic"}, "no interpolation 'bicbic'; did you mean 'bicubic'"),
-        ({"std": (0.2, 0.0, 0.2)}, "normalization is .* give"),
-        ({"mean": (0.2, float("nan"), 0.2)}, "normalization is .* give"),
+        ({"std": (0.2, 0.0, 0.2)}, "normalization must be .* got"),
+        ({"mean": (0.2, float("nan"), 0.2)}, "normalization must be .* got"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change, message):

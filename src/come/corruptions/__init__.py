@@ -1,4 +1,4 @@
-"""The ImageNet-C family of image corruptions as batched torch functions on CPU and CUDA.
+"""The ImageNet-C image corruptions as batched torch functions, on CPU and CUDA.
 
     >>> import torch
     >>> from come.corruptions import corrupt
@@ -6,16 +6,15 @@
     >>> corrupt(images, "fog", severity=3).shape
     torch.Size([4, 3, 64, 64])
 
-Fifteen standard corruptions in four groups and four extra ones, at severities 1 to 5 (:data:`GROUPS`,
-:func:`names`). The randomness of an image depends on the seed, its index, the corruption and the severity,
-and on nothing else: batch size, order, workers and device do not change it (up to float rounding).
+Fifteen standard corruptions in four groups and four extra ones (:func:`names`), at severities 1 to 5. The
+randomness of an image depends only on the seed, the image's index, the corruption and the severity: batch size, order, number
+of workers and device do not change it (up to float rounding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,56 +24,24 @@ from come.errors import ConfigError, InputError, unknown
 from . import blur, digital, noise, weather
 from .draws import Draws
 from .jpeg import jpeg_backend
-from .tables import GROUPS as _GROUPS
-from .tables import PARAMETERS, TABLES, table_for
+from .tables import GROUPS, PARAMETERS, TABLES, table_for
 
 __all__ = ["GROUPS", "TABLES", "corrupt", "jpeg_backend", "names"]
 
-GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(_GROUPS)
-"""Names of the corruptions in each group; the first four groups are the standard fifteen, in the usual
-order."""
-
 _FUNCTIONS: dict[str, Callable[[Tensor, Any, Draws], Tensor]] = {
-    "gaussian_noise": noise.gaussian_noise,
-    "shot_noise": noise.shot_noise,
-    "impulse_noise": noise.impulse_noise,
-    "speckle_noise": noise.speckle_noise,
-    "defocus_blur": blur.defocus_blur,
-    "glass_blur": blur.glass_blur,
-    "motion_blur": blur.motion_blur,
-    "zoom_blur": blur.zoom_blur,
-    "gaussian_blur": blur.gaussian_blur,
-    "snow": weather.snow,
-    "frost": weather.frost,
-    "fog": weather.fog,
-    "spatter": weather.spatter,
-    "brightness": digital.brightness,
-    "saturate": digital.saturate,
-    "contrast": digital.contrast,
-    "elastic_transform": digital.elastic_transform,
-    "pixelate": digital.pixelate,
-    "jpeg_compression": digital.jpeg_compression,
+    name: getattr(module, name) for module in (noise, blur, weather, digital) for name in module.__all__
 }
 _ON_BYTES = frozenset({"pixelate", "jpeg_compression"})
 _SLACK = 1e-3
 _LEAST_SIDE = 8
 
-# values of a batch that are worked on at once: what stays in a CPU cache, and what fits a GPU with room to
-# spare
+# Values of a batch that are processed at once: what stays in a CPU cache, and what easily fits a GPU.
 _CHUNK_VALUES = {"cpu": 4 * 3 * 224 * 224}
 _CHUNK_ELSEWHERE = 256 * 3 * 256 * 256
 
 
 def names(group: str | None = None) -> tuple[str, ...]:
-    """List the corruptions of a group, or all of them.
-
-    Args:
-        group: ``"noise"``, ``"blur"``, ``"weather"``, ``"digital"``, ``"extra"``; ``"standard"`` for the
-            fifteen of
-            the first four groups; None for all nineteen.
-
-    Returns:
-        Names, in the usual order.
+    """Names of a group of `GROUPS`, of the fifteen "standard" corruptions, or of all, in the usual order.
 
     Example:
         >>> names("noise")
@@ -83,12 +50,12 @@ def names(group: str | None = None) -> tuple[str, ...]:
         (15, 19)
     """
     if group is None:
-        return tuple(name for members in _GROUPS.values() for name in members)
+        return tuple(name for members in GROUPS.values() for name in members)
     if group == "standard":
         return names()[:15]
-    if group not in _GROUPS:
-        raise unknown("group of corruptions", str(group), ("standard", *_GROUPS))
-    return _GROUPS[group]
+    if group not in GROUPS:
+        raise unknown("group of corruptions", str(group), ("standard", *GROUPS))
+    return GROUPS[group]
 
 
 def corrupt(
@@ -100,34 +67,29 @@ def corrupt(
     index: Tensor | None = None,
     table: str | None = None,
 ) -> Tensor:
-    """Corrupt a batch of images: out_i = f_name(images_i, parameters(table, severity), randomness(seed,
-    index_i)).
+    """Corrupt a batch of images: out_i = f_name(images_i, parameters(table, severity), randomness(seed, index_i)).
 
-    8-bit results are cut off, not rounded, as in the published data sets (``np.uint8(value)``). Floating
-    images are computed in float32; ``pixelate`` and ``jpeg_compression`` round them to 8 bits on the way.
+    8-bit results are truncated, not rounded, as in the published data sets (``np.uint8(value)``). Floating-point images are
+    computed in float32; ``pixelate`` and ``jpeg_compression`` first round them to 8 bits.
 
     Args:
-        images: shape (B, 3, H, W), at least 8 pixels a side; uint8 in [0, 255], or floating in [0, 1] (values
-            up to
-            0.001 outside, as resampling leaves them, are clipped; others are an error). Any memory format;
-            not changed.
+        images: (B, 3, H, W), at least 8 pixels a side, not changed; uint8 in [0, 255], or floating point in [0, 1] (values up
+            to 0.001 outside, as resampling leaves them, are clipped; others are an error).
         name: one of :func:`names`.
         severity: 1 to 5.
         seed: any integer.
-        index: integer tensor of shape (B,), the identity of each image in its data set; default 0, 1, ..., B
-            - 1.
-            Pass it when a data set is corrupted in batches, else every batch gets the same noise.
-        table: parameter table: ``"cifar"`` (made for 32 pixels), ``"tiny"`` (64), ``"imagenet"`` (224) or
-            ``"imagenet_original"`` (see `come.corruptions.tables`); None chooses by the shorter side: up
-            to 48, up to 96, larger.
+        index: integers (B,), the identity of each image in its data set; default 0, 1, ..., B - 1. Pass it when a data set is
+            corrupted in batches, otherwise every batch gets the same noise.
+        table: the parameters, ``"cifar"`` (made for 32 pixels), ``"tiny"`` (64), ``"imagenet"`` (224) or
+            ``"imagenet_original"`` (see `come.corruptions.tables`); None chooses by the shorter side: up to 48, up to 96,
+            larger.
 
     Returns:
         Tensor of the shape, dtype, device and range of ``images``.
 
     Raises:
-        TypeError: an argument has the wrong type, or the images have a dtype that is neither uint8 nor
-            floating.
-        ValueError: an argument has a value out of its range; the message names the range.
+        TypeError: an argument has the wrong type, or the images are neither uint8 nor floating point.
+        ValueError: an argument is out of its range; the message names the range.
 
     Example:
         >>> images = torch.full((2, 3, 32, 32), 0.5)
@@ -154,13 +116,9 @@ def corrupt(
 
 
 def _run(
-    function: Callable[[Tensor, Any, Draws], Tensor],
-    part: Tensor,
-    parameters: Any,
-    draws: Draws,
-    on_bytes: bool,
+    function: Callable[[Tensor, Any, Draws], Tensor], part: Tensor, parameters: Any, draws: Draws, on_bytes: bool
 ) -> Tensor:
-    """Convert a chunk to what the function works on, corrupt it, and convert back."""
+    """Convert a chunk to the dtype that the function works on, corrupt it, and convert back."""
     if on_bytes:
         if part.dtype == torch.uint8:
             return function(part, parameters, draws)
@@ -175,7 +133,7 @@ def _run(
 
 
 def check_choice(name: str, severity: int, seed: int, table: str | None) -> None:
-    """Raise what `corrupt` would raise for these arguments."""
+    """Raise the errors of `corrupt` for these arguments."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, one of come.corruptions.names(), got a {type(name).__name__}")
     if name not in _FUNCTIONS:
@@ -183,9 +141,7 @@ def check_choice(name: str, severity: int, seed: int, table: str | None) -> None
     if isinstance(severity, bool) or not isinstance(severity, int):
         raise TypeError(f"severity must be an int from 1 to 5, got {severity!r} ({type(severity).__name__})")
     if not 1 <= severity <= 5:
-        raise ConfigError(
-            f"severity must be from 1 to 5, got {severity} (for no corruption, use the images as they are)"
-        )
+        raise ConfigError(f"severity must be from 1 to 5, got {severity} (for no corruption, use the images unchanged)")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an int, got {seed!r} ({type(seed).__name__})")
     if table is not None and table not in TABLES:
@@ -213,7 +169,7 @@ def _check_images(images: Tensor, index: Tensor | None) -> Tensor:
         raise InputError(f"images must hold at least 1 image, got shape {shape}")
     if min(shape[2:]) < _LEAST_SIDE:
         raise InputError(
-            f"the sides of images must be at least {_LEAST_SIDE} pixels, got shape {shape}: resize the images first"
+            f"the sides of images must be at least {_LEAST_SIDE} pixels, got shape {shape}: resize the images"
         )
     if images.is_floating_point():
         low, high = (float(v) for v in images.detach().aminmax())

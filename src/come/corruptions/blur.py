@@ -1,7 +1,7 @@
 """Blur: defocus, glass, motion, zoom and gaussian.
 
-Every function takes float32 images of shape (B, 3, H, W) in [0, 1], the parameters of one severity and the
-random numbers of the batch (those without chance ignore them), and returns images of the same shape.
+Every function takes float32 images (B, 3, H, W) in [0, 1], the parameters of one severity and the random numbers of the batch
+(unused where nothing is random), and returns images of the same shape.
 """
 
 from __future__ import annotations
@@ -19,32 +19,14 @@ __all__ = ["defocus_blur", "gaussian_blur", "glass_blur", "motion_blur", "zoom_b
 
 
 def gaussian_blur(x: Tensor, sigma: float, draws: Draws) -> Tensor:
-    """Blur with a Gaussian of standard deviation sigma, cut off at 4 sigma, borders replicated.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        sigma: standard deviation in pixels.
-        draws: not used.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> gaussian_blur(torch.rand(1, 3, 8, 8), 2.0, Draws(0, torch.arange(1), "blur", 1)).shape
-        torch.Size([1, 3, 8, 8])
-    """
+    """Blur with a Gaussian of standard deviation sigma in pixels, cut off at 4 sigma, borders replicated."""
     return smooth(x, sigma)
 
 
 def disk(radius: float, antialias: float) -> Tensor:
-    """Make the defocus kernel: the pixels within the radius, equal weights, blurred by a 3x3 or 5x5 Gaussian.
+    """Make the defocus kernel (K, K) with sum 1: equal weights within the radius, blurred by a Gaussian.
 
-    Args:
-        radius: radius of the disk in pixels.
-        antialias: sigma of the blur of its rim (3x3 up to radius 8, 5x5 above).
-
-    Returns:
-        Kernel of shape (K, K), sum 1; K = 17 up to radius 8, else 2 radius + 1.
+    K = 17 and a 3x3 Gaussian up to radius 8; above it K = 2 radius + 1 and 5x5. `antialias` is the Gaussian's sigma.
 
     Example:
         >>> disk(3, 0.1).shape, round(disk(3, 0.1).sum().item(), 5)
@@ -58,11 +40,8 @@ def disk(radius: float, antialias: float) -> Tensor:
     taps /= taps.sum()
     wide = extend(kernel, half, half, half, half, "reflect")
     size = 2 * reach + 1
-    rows = sum(float(t) * wide[i : i + size] for i, t in enumerate(taps))
-    assert isinstance(rows, Tensor)
-    blurred = sum(float(t) * rows[:, i : i + size] for i, t in enumerate(taps))
-    assert isinstance(blurred, Tensor)
-    return blurred
+    rows = sum((float(t) * wide[i : i + size] for i, t in enumerate(taps)), torch.zeros(()))
+    return sum((float(t) * rows[:, i : i + size] for i, t in enumerate(taps)), torch.zeros(()))
 
 
 @lru_cache(maxsize=16)
@@ -80,15 +59,7 @@ def _disk_spectrum(radius: float, antialias: float, rows: int, cols: int, device
 
 
 def defocus_blur(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
-    """Convolve with an antialiased disk (see :func:`disk`), borders mirrored without the edge (cb|abc|ba).
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: radius of the disk, sigma of its antialiasing.
-        draws: not used.
-
-    Returns:
-        Images of shape (B, 3, H, W).
+    """Convolve with an antialiased disk (:func:`disk`), borders mirrored without the edge (cb|abc|ba).
 
     Example:
         >>> flat = torch.full((1, 3, 16, 16), 0.25)
@@ -107,21 +78,9 @@ def defocus_blur(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Te
 
 
 def motion_blur(x: Tensor, parameters: tuple[int, float], draws: Draws) -> Tensor:
-    """Blur along a line at a random angle in [-45, 45] degrees, with half-Gaussian weights.
+    """Blur along a line at a random angle in [-45, 45] degrees: out(p) = sum_i k_i x(p + i (cos a, sin a)).
 
-    out(p) = sum_i k_i x(p + i (cos a, sin a)), see :func:`come.corruptions.filters.motion_line`.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: radius (2 radius + 1 taps) and sigma of the weights.
-        draws: random numbers of the batch; one angle per image.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> motion_blur(torch.rand(2, 3, 16, 16), (6, 2.0), Draws(0, torch.arange(2), "blur", 1)).shape
-        torch.Size([2, 3, 16, 16])
+    The 2 radius + 1 weights k are half of a Gaussian of width sigma, see :func:`come.corruptions.filters.motion_line`.
     """
     radius, sigma = parameters
     degrees = draws.uniform(0, 1).double().view(-1) * 90.0 - 45.0
@@ -130,21 +89,7 @@ def motion_blur(x: Tensor, parameters: tuple[int, float], draws: Draws) -> Tenso
 
 
 def zoom_blur(x: Tensor, factors: tuple[float, ...], draws: Draws) -> Tensor:
-    """Average the image and its zooms: out = (x + sum_f zoom(x, f)) / (n + 1) over n factors, the first of
-    them 1.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        factors: zoom factors, at least 1.
-        draws: not used.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> zoom_blur(torch.rand(1, 3, 16, 16), (1.0, 1.1), Draws(0, torch.arange(1), "blur", 1)).shape
-        torch.Size([1, 3, 16, 16])
-    """
+    """Average the image and its zooms: out = (x + sum_f zoom(x, f)) / (n + 1) over n factors, the first of them 1."""
     out = x.clone()
     for factor in factors:
         out.add_(zoom(x, factor))
@@ -154,23 +99,10 @@ def zoom_blur(x: Tensor, factors: tuple[float, ...], draws: Draws) -> Tensor:
 def glass_blur(x: Tensor, parameters: tuple[float, int, int], draws: Draws) -> Tensor:
     """Blur, replace pixels by near neighbours, blur again.
 
-    Each round visits the pixels from the bottom right to the top left and gives each the colour that the
-    pixel at a random offset in [-reach, reach - 1]^2 has by then, so that a colour can be handed on many
-    times. (The published code means to swap the two pixels; as it swaps NumPy views, the second one keeps its
-    colour, and all published data have been made so.) Between the blurs the image is cut down to 8 bits, as
-    published.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: sigma of the blurs, reach of an offset, number of rounds.
-        draws: random numbers of the batch; one offset per pixel and round.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> glass_blur(torch.rand(1, 3, 16, 16), (0.7, 1, 2), Draws(0, torch.arange(1), "blur", 1)).shape
-        torch.Size([1, 3, 16, 16])
+    Each round visits the pixels from the bottom right to the top left and gives each one the current colour of the pixel at a
+    random offset in [-reach, reach - 1]^2, so a colour can be passed on many times. (The published code means to swap the two
+    pixels; as it swaps NumPy views, the second one keeps its colour, and all published data were made this way.) Between the
+    blurs the image is truncated to 8 bits, as published.
     """
     sigma, reach, rounds = parameters
     batch, channels, height, width = x.shape
@@ -188,19 +120,12 @@ def glass_blur(x: Tensor, parameters: tuple[float, int, int], draws: Draws) -> T
 
 
 def source_map(offsets: Tensor, reach: int) -> Tensor:
-    """Find the pixel whose colour each pixel ends up with when they are replaced one after the other.
+    """Find the pixel (B, H * W) whose colour each pixel ends up with: out[p] = in[map[p]].
 
-    The pixels (h, w), h from H - reach down to reach + 1 and w likewise, are visited in that order; each
-    takes the colour of (h + dy, w + dx). If that pixel has been visited before, its colour came in turn from
-    elsewhere: the links to pixels visited before form chains, which pointer doubling follows all at once. A
-    link goes on with probability below 1/2, so no chain comes near the 64 links that are followed.
-
-    Args:
-        offsets: int64 tensor of shape (B, 2, H, W), dy and dx of each pixel, in [-reach, reach - 1].
-        reach: bound of the offsets.
-
-    Returns:
-        int64 tensor of shape (B, H * W): out[p] = in[map[p]].
+    The pixels (h, w), h from H - reach down to reach + 1 and w likewise, are visited in that order; each takes the colour of
+    (h + dy, w + dx), with (dy, dx) = offsets (B, 2, H, W) int64 in [-reach, reach - 1]. If that pixel was visited before, its
+    colour came from elsewhere in turn: the links to visited pixels form chains, which pointer doubling follows all at once. A
+    link continues with probability below 1/2, so no chain comes near the 64 links that are followed.
 
     Example:
         >>> source_map(torch.zeros(1, 2, 4, 4, dtype=torch.long), 1)[0].tolist() == list(range(16))

@@ -1,7 +1,7 @@
-"""Digital: contrast, elastic transform, pixelate, JPEG compression; and brightness and saturation by HSV.
+"""Digital: contrast, elastic transform, pixelate, JPEG compression; and brightness and saturation in HSV.
 
-Functions take float32 images of shape (B, 3, H, W) in [0, 1] and may overwrite them; ``pixelate`` and
-``jpeg_compression`` take and give uint8 images. They return images of the same shape.
+Functions take float32 images (B, 3, H, W) in [0, 1], which they may overwrite; ``pixelate`` and ``jpeg_compression`` take and
+return uint8 images. They return images of the same shape.
 """
 
 from __future__ import annotations
@@ -22,14 +22,6 @@ __all__ = ["brightness", "contrast", "elastic_transform", "jpeg_compression", "p
 def contrast(x: Tensor, factor: float, draws: Draws) -> Tensor:
     """Shrink the deviation from each channel's mean: out = mean + factor (x - mean).
 
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        factor: factor on the deviation.
-        draws: not used.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
     Example:
         >>> x = torch.rand(1, 3, 8, 8)
         >>> out = contrast(x.clone(), 0.1, Draws(0, torch.arange(1), "contrast", 1))
@@ -41,17 +33,9 @@ def contrast(x: Tensor, factor: float, draws: Draws) -> Tensor:
 
 
 def brightness(x: Tensor, amount: float, draws: Draws) -> Tensor:
-    """Raise V of HSV: V' = min(V + amount, 1) at the same hue and saturation.
+    """Raise V = max(R, G, B) of HSV: V' = min(V + amount, 1) at the same hue and saturation.
 
     RGB is proportional to V at fixed hue and saturation, so out = x V' / V; black becomes the grey V'.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        amount: added to V = max(R, G, B).
-        draws: not used.
-
-    Returns:
-        Images of shape (B, 3, H, W).
 
     Example:
         >>> x = torch.full((1, 3, 1, 1), 0.25)
@@ -67,16 +51,8 @@ def brightness(x: Tensor, amount: float, draws: Draws) -> Tensor:
 def saturate(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
     """Change S of HSV: S' = clip(factor S + offset, 0, 1) at the same hue and value.
 
-    V - RGB is proportional to S at fixed hue and value, so out = V - (V - x) S' / S. A grey pixel has hue 0,
-    red, as is usual; with an offset it turns reddish.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: factor and offset.
-        draws: not used.
-
-    Returns:
-        Images of shape (B, 3, H, W).
+    V - RGB is proportional to S at fixed hue and value, so out = V - (V - x) S' / S. A grey pixel has hue 0, red, as is usual;
+    with an offset it turns reddish.
 
     Example:
         >>> x = torch.tensor([0.5, 0.25, 0.0]).view(1, 3, 1, 1)
@@ -102,9 +78,7 @@ def saturate(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor
 
 @lru_cache(maxsize=64)
 def _box_plan(size: int, small: int, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Plan Pillow's BOX reduction of an axis: for each step k the k-th pixel of every window and its
-    weight.
-    """
+    """Plan Pillow's BOX reduction of an axis: for each step k the k-th pixel of every window and its weight."""
     edge = (torch.arange(small + 1, dtype=torch.float64) * (size / small) + 0.5).floor().long()
     start, length = edge[:-1], edge[1:] - edge[:-1]
     plan = []
@@ -123,16 +97,8 @@ def _nearest(size: int, small: int, device: torch.device) -> Tensor:
 def pixelate(x: Tensor, share: float, draws: Draws) -> Tensor:
     """Reduce to int(share side) pixels a side by box means and enlarge again by repetition.
 
-    The windows are those of Pillow's BOX filter, [round(i s), round((i + 1) s)) with s the reduction, and the
-    way back is its nearest (or, which is the same when enlarging, BOX) filter.
-
-    Args:
-        x: uint8 images, (B, 3, H, W).
-        share: share of the side that is kept.
-        draws: not used.
-
-    Returns:
-        uint8 images of shape (B, 3, H, W).
+    The windows are those of Pillow's BOX filter, [round(i s), round((i + 1) s)) with s the reduction; the way back is its
+    nearest (or BOX, which is the same when enlarging) filter.
 
     Example:
         >>> x = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4).expand(1, 3, 4, 4)
@@ -141,32 +107,18 @@ def pixelate(x: Tensor, share: float, draws: Draws) -> Tensor:
     """
     height, width = x.shape[-2:]
     rows, cols = max(1, int(height * share)), max(1, int(width * share))
-    total: Tensor | None = None
-    for at, weight in _box_plan(height, rows, x.device):
-        part = x.index_select(2, at).float().mul_(weight[:, None])
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    reduced = total
-    total = None
-    for at, weight in _box_plan(width, cols, x.device):
-        part = reduced.index_select(3, at).mul_(weight)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    small = total.add_(0.5).to(torch.uint8)
+    narrow = x.float()
+    for axis, size, small_size in ((2, height, rows), (3, width, cols)):
+        plan = _box_plan(size, small_size, x.device)
+        parts = (narrow.index_select(axis, at).mul_(weight[:, None] if axis == 2 else weight) for at, weight in plan)
+        narrow = sum(parts, torch.zeros((), device=x.device))
+    small = narrow.add_(0.5).to(torch.uint8)
     wide = small.index_select(3, _nearest(width, cols, x.device))
     return wide.index_select(2, _nearest(height, rows, x.device))
 
 
 def jpeg_compression(x: Tensor, quality: int, draws: Draws) -> Tensor:
-    """Compress and decompress with JPEG at a low quality, see :mod:`come.corruptions.jpeg`.
-
-    Args:
-        x: uint8 images, (B, 3, H, W).
-        quality: libjpeg quality, 1 to 100.
-        draws: not used.
-
-    Returns:
-        uint8 images of shape (B, 3, H, W).
+    """Compress and decompress with JPEG at a libjpeg quality from 1 to 100, see :mod:`come.corruptions.jpeg`.
 
     Example:
         >>> x = torch.full((1, 3, 16, 16), 200, dtype=torch.uint8)
@@ -177,26 +129,11 @@ def jpeg_compression(x: Tensor, quality: int, draws: Draws) -> Tensor:
 
 
 def elastic_transform(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Tensor:
-    """Warp with a smooth random field: out(p) = in(p + a (G_sigma * u)(p)), u uniform in [-1, 1]^2 at each
-    pixel.
+    """Warp with a smooth random field: out(p) = in(p + a (G_sigma * u)(p)), u uniform in [-1, 1]^2 at each pixel.
 
-    Sampling is bilinear with mirrored borders. With an affine jitter the image is first mapped by the affine
-    transform that moves three points (a square of a third of the side around the centre) by uniform offsets
-    in [-jitter, jitter]^2. All lengths are shares of the shorter side, so the effect does not depend on the
-    size.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: displacement a, sigma and jitter, as shares of the shorter side.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> draws = Draws(0, torch.arange(1), "elastic", 1)
-        >>> elastic_transform(torch.rand(1, 3, 16, 16), (0.1, 0.04, 0.05), draws).shape
-        torch.Size([1, 3, 16, 16])
+    Sampling is bilinear with mirrored borders. With a jitter, the affine transform that moves three points (a square of a
+    third of the side around the centre) by uniform offsets in [-jitter, jitter]^2 comes first. The displacement a, sigma and
+    jitter are shares of the shorter side, so the effect does not depend on the size.
     """
     batch, _, height, width = x.shape
     side = min(height, width)

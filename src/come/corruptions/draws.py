@@ -1,10 +1,9 @@
 """Counter-based random numbers in torch integer arithmetic, one stream per image.
 
-Each number is a pure function of (seed, image index, corruption name, severity, stream, position). The hash
-is two rounds of xor-shift and multiply on 32-bit words (the "lowbias32" constants found by C. Wellons), with
-one 32-bit key of the image added before the first round and another one between the rounds. Only wrapping
-int32 operations are used, which give the same bits on the CPU and on CUDA; the global generators of torch are
-never read or written.
+Each number is a pure function of (seed, image index, corruption name, severity, stream, position). The hash is two rounds of
+xor-shift and multiply on 32-bit words (the "lowbias32" constants found by C. Wellons), with one 32-bit key of the image added
+before the first round and another one between the rounds. Only wrapping int32 operations are used, which give the same bits on
+the CPU and on CUDA; torch's global generators are never read or written.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-
-__all__ = ["Draws"]
 
 _M1 = 0x7FEB352D
 _M2 = 0x846CA68B
@@ -95,31 +92,12 @@ class Draws:
         return key.unsqueeze(1)
 
     def bits(self, stream: int, count: int) -> Tensor:
-        """Draw uniform 32-bit words.
-
-        Args:
-            stream: number of the stream; different streams are independent.
-            count: words for each image.
-
-        Returns:
-            int32 tensor of shape (B, count).
-
-        Example:
-            >>> Draws(0, torch.arange(2), "fog", 1).bits(0, 5).shape
-            torch.Size([2, 5])
-        """
+        """Uniform 32-bit words, int32 (B, count); different streams are independent."""
         words = _counter(count, self.index.device) + self._key(stream, 0)
         return _mix(words, self._key(stream, 1))
 
     def uniform(self, stream: int, *shape: int) -> Tensor:
-        """Draw uniform numbers in (0, 1), multiples of 2^-24 shifted by 2^-25.
-
-        Args:
-            stream: number of the stream.
-            shape: shape of the numbers of one image.
-
-        Returns:
-            float32 tensor of shape (B, *shape).
+        """Uniform numbers in (0, 1), multiples of 2^-24 shifted by 2^-25: float32 (B, *shape).
 
         Example:
             >>> u = Draws(0, torch.arange(1), "fog", 1).uniform(0, 10000)
@@ -130,14 +108,7 @@ class Draws:
         return words.to(torch.float32).mul_(2.0**-24).add_(0.5 + 2.0**-25).view(-1, *shape)
 
     def normal(self, stream: int, *shape: int) -> Tensor:
-        """Draw standard normal numbers, by the Box-Muller map of two uniforms (largest magnitude 5.9).
-
-        Args:
-            stream: number of the stream.
-            shape: shape of the numbers of one image.
-
-        Returns:
-            float32 tensor of shape (B, *shape).
+        """Standard normal numbers by the Box-Muller map of two uniforms (largest magnitude 5.9): float32 (B, *shape).
 
         Example:
             >>> z = Draws(0, torch.arange(1), "fog", 1).normal(0, 10000)
@@ -156,19 +127,10 @@ class Draws:
         return out[:, :count].reshape(-1, *shape)
 
     def poisson(self, stream: int, share: Tensor, peak: int) -> Tensor:
-        """Draw Poisson counts of mean ``share * peak``, cut off at ``peak``.
+        """Counts min(Poisson(share * peak), peak), int32 like ``share`` (B, ...) in [0, 1]; peak from 1 to 511.
 
-        Sampling is by Walker's alias method on tables of 2041 rates, so it is exact (to the 21 bits of a
-        draw) for shares that are multiples of 1/2040, as those of 8-bit images are; other shares are rounded
-        to the nearest.
-
-        Args:
-            stream: number of the stream.
-            share: float tensor of shape (B, ...) in [0, 1].
-            peak: mean count at share 1, from 1 to 511.
-
-        Returns:
-            int32 tensor of the shape of ``share``, ``min(Poisson(share * peak), peak)``.
+        Sampling is by Walker's alias method on tables of 2041 rates, so it is exact (to the 21 bits of a draw) for shares that
+        are multiples of 1/2040, as those of 8-bit images are; other shares are rounded to the nearest.
 
         Example:
             >>> share = torch.full((1, 10000), 0.2)
@@ -192,11 +154,10 @@ _RATES = 2040
 
 @lru_cache(maxsize=16)
 def _alias_table(peak: int, device: torch.device) -> tuple[Tensor, int]:
-    """Build the alias tables of min(Poisson(peak * r / 2040), peak) for r = 0..2040.
+    """Alias tables of min(Poisson(peak * r / 2040), peak) for r = 0..2040, and their number of cells, a power of two.
 
-    Returns the flat int32 table, ``threshold << 9 | alias`` for each (rate, cell), and its number of cells, a
-    power of two. The tables of all rates are built side by side: each of the steps settles one cell in every
-    row.
+    The flat int32 table holds ``threshold << 9 | alias`` for each (rate, cell). The tables of all rates are built side by
+    side: each step settles one cell in every row.
     """
     if not 1 <= peak <= 511:
         raise ValueError(f"peak must be from 1 to 511, got {peak}")

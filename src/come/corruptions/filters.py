@@ -1,6 +1,4 @@
-"""Linear filters the corruptions share: padding, separable Gaussians, convolution by FFT, motion lines and
-zoom.
-"""
+"""Linear filters that the corruptions share: padding, separable Gaussians, convolution by FFT, motion lines and zoom."""
 
 from __future__ import annotations
 
@@ -10,8 +8,6 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-__all__ = ["extend", "fft_filter", "motion_line", "smooth", "zoom"]
 
 
 @lru_cache(maxsize=64)
@@ -30,18 +26,9 @@ def _border_index(size: int, before: int, after: int, mode: str, device: torch.d
 
 
 def extend(x: Tensor, left: int, right: int, top: int, bottom: int, mode: str) -> Tensor:
-    """Pad the last two axes by any width, even one larger than the image.
+    """Pad the last two axes of (..., H, W) by any number of columns and rows, even more than the image has.
 
-    Args:
-        x: tensor of shape (..., H, W).
-        left: columns to add on the left; `right`, `top` and `bottom` likewise.
-        right: columns to add on the right.
-        top: rows to add above.
-        bottom: rows to add below.
-        mode: ``"replicate"`` (aa|abc|cc), ``"reflect"`` (cb|abc|ba) or ``"symmetric"`` (ba|abc|cb).
-
-    Returns:
-        Tensor of shape (..., top + H + bottom, left + W + right).
+    `mode` is ``"replicate"`` (aa|abc|cc), ``"reflect"`` (cb|abc|ba) or ``"symmetric"`` (ba|abc|cb).
 
     Example:
         >>> extend(torch.tensor([[1., 2., 3.]]), 2, 1, 0, 0, "symmetric")
@@ -69,19 +56,10 @@ def gaussian_taps(sigma: float, truncate: float = 4.0) -> list[float]:
 
 
 def smooth(x: Tensor, sigma: float, *, truncate: float = 4.0, mode: str = "replicate") -> Tensor:
-    """Blur the last two axes with a Gaussian, by one pass along each axis.
+    """Blur (B, C, H, W) with a Gaussian, by one pass along each axis; sigma 0 returns ``x`` itself.
 
-    out[y, x] = sum_ij g_i g_j in[y + i, x + j] with g_i proportional to exp(-i^2 / (2 sigma^2)),
-    |i| <= truncate * sigma.
-
-    Args:
-        x: tensor of shape (B, C, H, W).
-        sigma: standard deviation in pixels; 0 returns ``x`` itself.
-        truncate: cut-off of the kernel, in sigmas.
-        mode: border mode, see :func:`extend`.
-
-    Returns:
-        Tensor of shape (B, C, H, W).
+    out[y, x] = sum_ij g_i g_j in[y + i, x + j] with g_i proportional to exp(-i^2 / (2 sigma^2)), |i| <= truncate * sigma.
+    `mode` is the border mode of :func:`extend`.
 
     Example:
         >>> round(smooth(torch.ones(1, 1, 4, 4), 1.0).mean().item(), 5)
@@ -119,15 +97,8 @@ def fft_size(least: int) -> int:
 def fft_filter(padded: Tensor, spectrum: Tensor, shape: tuple[int, int], corner: tuple[int, int]) -> Tensor:
     """Convolve circularly with a kernel given by its real FFT and cut the valid part out.
 
-    Args:
-        padded: tensor of shape (B, C, h, w), the image with its border.
-        spectrum: complex tensor that broadcasts to (B, C, FH, FW // 2 + 1), where FH = fft_size(h), FW =
-            fft_size(w).
-        shape: (H, W) of the result.
-        corner: (top, left) of the result in the padded image.
-
-    Returns:
-        Tensor of shape (B, C, H, W).
+    `padded` is the image with its border (B, C, h, w), `spectrum` broadcasts to (B, C, FH, FW // 2 + 1) with FH = fft_size(h)
+    and FW = fft_size(w), and the result is (B, C, *shape), cut out at `corner` = (top, left).
 
     Example:
         >>> x = torch.rand(1, 1, 4, 4)
@@ -144,21 +115,18 @@ def fft_filter(padded: Tensor, spectrum: Tensor, shape: tuple[int, int], corner:
 def motion_line(
     x: Tensor, radius: int, sigma: float, degrees: Tensor, reach: tuple[float, float, float, float]
 ) -> Tensor:
-    """Blur along a line that starts at the pixel, at one angle per image, with half-Gaussian weights.
+    """Blur (B, C, H, W) along a line that starts at the pixel, at one angle per image, with half-Gaussian weights.
 
-    out(p) = sum_i k_i in(p + round(i (cos a, sin a))), i = 0..2 radius, k_i proportional to exp(-i^2 / (2
-    sigma^2)), where positions off the image read its nearest border pixel. It is computed in the frequency
-    domain, as sum_i k_i e^(2 pi j f . offset_i), so the kernels of all images are made by one matrix product.
+    out(p) = sum_i k_i in(p + round(i (cos a, sin a))), i = 0..2 radius, k_i proportional to exp(-i^2 / (2 sigma^2)), where
+    positions off the image read its nearest border pixel. It is computed in the frequency domain, as sum_i k_i e^(2 pi j f .
+    offset_i), so the kernels of all images are made by one matrix product.
 
     Args:
-        x: tensor of shape (B, C, H, W).
+        x: (B, C, H, W).
         radius: half the number of taps.
-        sigma: spread of the weights, in pixels.
-        degrees: float64 tensor of shape (B,), the angle of each image (0 reads to the right, 90 downwards).
+        sigma: width of the weights, in pixels.
+        degrees: float64 (B,), the angle of each image (0 reads to the right, 90 downwards).
         reach: how far the line can go left, right, up and down, as shares of its length.
-
-    Returns:
-        Tensor of shape (B, C, H, W).
 
     Example:
         >>> line = motion_line(torch.eye(8)[None, None], 2, 1.0, torch.zeros(1).double(), (0, 1, 0, 0))
@@ -187,41 +155,19 @@ def motion_line(
 
 
 def zoom(x: Tensor, factor: float) -> Tensor:
-    """Enlarge the centre of an image to its full size, bilinearly with the corners aligned.
+    """Enlarge the centre of an image by a factor >= 1 to its full size, bilinearly with the corners aligned.
 
-    The centre has ceil(side / factor) pixels a side and is enlarged to round(that * factor), whose extra row
-    and column, if any, are cut off in the middle.
-
-    Args:
-        x: tensor of shape (B, C, H, W).
-        factor: zoom factor, at least 1.
-
-    Returns:
-        Tensor of shape (B, C, H, W).
-
-    Example:
-        >>> zoom(torch.rand(1, 3, 10, 20), 1.3).shape
-        torch.Size([1, 3, 10, 20])
+    The centre has ceil(side / factor) pixels a side and is enlarged to round(that * factor), whose extra row and column, if
+    any, are cut off in the middle.
     """
     height, width = x.shape[-2:]
-    return enlarge(centre(x, factor), height, width, factor)
-
-
-def crop_size(side: int, factor: float) -> int:
-    """Side of the centre that fills the whole side when it is enlarged."""
-    return math.ceil(side / factor)
-
-
-def centre(x: Tensor, factor: float) -> Tensor:
-    """Cut out the centre of ceil(side / factor) pixels."""
-    height, width = x.shape[-2:]
-    ch, cw = crop_size(height, factor), crop_size(width, factor)
-    top, left = (height - ch) // 2, (width - cw) // 2
-    return x[..., top : top + ch, left : left + cw]
+    rows, cols = math.ceil(height / factor), math.ceil(width / factor)
+    top, left = (height - rows) // 2, (width - cols) // 2
+    return enlarge(x[..., top : top + rows, left : left + cols], height, width, factor)
 
 
 def enlarge(x: Tensor, height: int, width: int, factor: float) -> Tensor:
-    """Enlarge by a factor, corners aligned, and cut the middle (height, width) out."""
+    """Enlarge by a factor, corners aligned, and crop the middle (height, width)."""
     rows = max(height, round(x.shape[-2] * factor))
     cols = max(width, round(x.shape[-1] * factor))
     if (rows, cols) != tuple(x.shape[-2:]):

@@ -1,9 +1,7 @@
-"""Procedural frost textures.
+"""Procedural frost textures, which stand in for the published photographs, since these are not shipped.
 
-The published frost corruption overlays photographs, which are not shipped here. These textures take their
-place: each is a mix of drawn ice ferns, embossed ridges and fractal noise, with the mean colour and the
-contrast of one of the five photographs. They are made once, on the CPU, from a fixed seed, so that they are
-the same everywhere.
+Each texture is a mix of drawn ice ferns, embossed ridges and fractal noise, with the mean colour and the contrast of one of
+the five photographs. They are made once, on the CPU, from a fixed seed, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from torch import Tensor
 
 from .draws import Draws
 from .filters import smooth
-
-__all__ = ["TEXTURE_SHAPE", "frost_textures"]
 
 TEXTURE_SHAPE = (480, 640)
 
@@ -49,9 +45,7 @@ _STYLES = (
 
 
 def _fractal(draws: Draws, stream: int, coarsest: int, finest: int, fall: float) -> Tensor:
-    """Sum octaves of smooth noise with cells of ``coarsest`` down to ``finest`` pixels; unit deviation, (H,
-    W).
-    """
+    """Sum octaves of smooth noise with cells of ``coarsest`` down to ``finest`` pixels: (H, W) with unit deviation."""
     height, width = TEXTURE_SHAPE
     total = torch.zeros(height, width)
     cell, weight, octave = coarsest, 1.0, 0
@@ -75,10 +69,9 @@ def _emboss(x: Tensor) -> Tensor:
 
 
 def _ferns(draws: Draws, stream: int, style: _Style) -> Tensor:
-    """Draw fern-like crystals, a spine with branches on both sides, at random places; unit deviation, (H, W).
+    """Draw fern-like crystals, a spine with branches on both sides, at random places: (H, W) with unit deviation.
 
-    Every fern is a set of points, which are added up in the picture; 1 - exp(-sum) then keeps crossings in
-    bounds.
+    Every fern is a set of points, which are summed in the picture; 1 - exp(-sum) then bounds the crossings.
     """
     height, width = TEXTURE_SHAPE
     count, dots = style.ferns, math.ceil(style.length * 1.6)
@@ -128,25 +121,12 @@ def _originals() -> Tensor:
 
 @lru_cache(maxsize=4)
 def frost_textures(rows: int, cols: int, device: torch.device) -> Tensor:
-    """Return the five frost textures at a given size.
-
-    Args:
-        rows: height in pixels.
-        cols: width in pixels.
-        device: where they are to be kept.
-
-    Returns:
-        uint8 tensor of shape (5, 3, rows, cols); cached, not to be changed.
+    """The five frost textures as uint8 (5, 3, rows, cols); cached, do not modify.
 
     Example:
         >>> frost_textures(96, 128, torch.device("cpu")).shape
         torch.Size([5, 3, 96, 128])
     """
-    textures = F.interpolate(
-        _originals(),
-        size=(rows, cols),
-        mode="bicubic",
-        align_corners=False,
-        antialias=rows < TEXTURE_SHAPE[0],
-    )
+    smaller = rows < TEXTURE_SHAPE[0]
+    textures = F.interpolate(_originals(), (rows, cols), mode="bicubic", align_corners=False, antialias=smaller)
     return textures.mul_(255.0).round_().clamp_(0.0, 255.0).to(torch.uint8).to(device)

@@ -1,9 +1,9 @@
 """JPEG compression and decompression of 8-bit images, by Pillow or by a discrete cosine transform in torch.
 
-Both paths follow libjpeg's defaults, which are those of ``PIL.Image.save(..., quality=q)``: Annex K
-quantization tables scaled by quality, YCbCr, 4:2:0 chroma, and "fancy" (triangle) chroma upsampling in the
-decoder. The torch path leaves out only the entropy coder, which loses nothing. ``"auto"`` takes Pillow for
-CPU tensors, where it is faster, when it is installed, and torch otherwise; :func:`jpeg_backend` forces one.
+Both follow the defaults of libjpeg and ``PIL.Image.save(..., quality=q)``: Annex K quantization tables scaled by quality,
+YCbCr, 4:2:0 chroma, and "fancy" (triangle) chroma upsampling in the decoder. The torch path leaves out only the lossless
+entropy coder. ``"auto"`` takes Pillow, which is faster, for CPU tensors if it is installed, and torch otherwise;
+:func:`jpeg_backend` forces one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .filters import extend
-
-__all__ = ["jpeg_backend", "jpeg_by_dct", "jpeg_by_pillow", "jpeg_round_trip", "quantization_tables"]
 
 _BACKENDS = ("auto", "pillow", "dct")
 _backend: ContextVar[str] = ContextVar("jpeg_backend", default="auto")
@@ -49,13 +47,11 @@ _CHROMINANCE = (
 
 @contextmanager
 def jpeg_backend(name: str) -> Iterator[None]:
-    """Force the JPEG path inside a ``with`` block (of this thread or task): ``"auto"``, ``"pillow"`` or
-    ``"dct"``.
+    """Force the JPEG path inside a ``with`` block (of this thread or task).
 
     Args:
-        name: ``"auto"`` (Pillow for CPU tensors if installed, else torch), ``"pillow"`` (any device, by way
-            of the
-            CPU) or ``"dct"`` (torch on any device).
+        name: ``"auto"`` (Pillow for CPU tensors if installed, else torch), ``"pillow"`` (any device, by way of the CPU) or
+            ``"dct"`` (torch on any device).
 
     Example:
         >>> with jpeg_backend("dct"):
@@ -72,14 +68,7 @@ def jpeg_backend(name: str) -> Iterator[None]:
 
 
 def jpeg_round_trip(images: Tensor, quality: int) -> Tensor:
-    """Compress and decompress a batch.
-
-    Args:
-        images: uint8 tensor of shape (B, 3, H, W).
-        quality: libjpeg quality, 1 to 100.
-
-    Returns:
-        uint8 tensor of shape (B, 3, H, W).
+    """Compress and decompress uint8 images (B, 3, H, W) at a libjpeg quality from 1 to 100.
 
     Example:
         >>> jpeg_round_trip(torch.full((1, 3, 9, 17), 128, dtype=torch.uint8), 10).unique().tolist()
@@ -97,12 +86,7 @@ def _has_pillow() -> bool:
 
 
 def jpeg_by_pillow(images: Tensor, quality: int) -> Tensor:
-    """Compress and decompress each image with Pillow, in memory; arguments as in :func:`jpeg_round_trip`.
-
-    Example:
-        >>> jpeg_by_pillow(torch.full((1, 3, 8, 8), 128, dtype=torch.uint8), 10).shape
-        torch.Size([1, 3, 8, 8])
-    """
+    """Compress and decompress each image with Pillow, in memory; arguments as in :func:`jpeg_round_trip`."""
     import numpy as np
     from PIL import Image
 
@@ -123,15 +107,9 @@ def jpeg_by_pillow(images: Tensor, quality: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def quantization_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Scale the standard tables as libjpeg does: q' = clamp((q s + 50) // 100, 1, 255).
+    """Scale the luminance and the chrominance table as libjpeg does: q' = clamp((q s + 50) // 100, 1, 255).
 
     s = 5000 // quality below quality 50, else 200 - 2 quality.
-
-    Args:
-        quality: 1 to 100.
-
-    Returns:
-        The luminance and the chrominance table, 8 rows of 8 each.
 
     Example:
         >>> quantization_tables(50)[0][0]
@@ -148,8 +126,8 @@ def quantization_tables(quality: int) -> tuple[tuple[tuple[int, ...], ...], tupl
 
 
 @lru_cache(maxsize=32)
-def _constants(quality: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Orthonormal DCT matrix, both quantization tables, and the two colour matrices, on a device."""
+def _constants(quality: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Orthonormal DCT matrix, both quantization tables and both colour matrices, on a device."""
     k = torch.arange(8, dtype=torch.float64)
     dct = torch.cos((2 * k + 1) * k[:, None] * math.pi / 16) * 0.5
     dct[0] *= math.sqrt(0.5)
@@ -157,21 +135,13 @@ def _constants(quality: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
     to_ycc = torch.tensor([[0.299, 0.587, 0.114], [-0.168735892, -0.331264108, 0.5], [0.5, -0.418687589, -0.081312411]])
     to_rgb = torch.tensor([[1.0, 0.0, 1.402], [1.0, -0.344136286, -0.714136286], [1.0, 1.772, 0.0]])
     made = (dct.float(), torch.tensor(luminance).float(), torch.tensor(chrominance).float(), to_ycc, to_rgb)
-    a, b, c, d, e = (part.to(device) for part in made)
-    return a, b, c, d, e
+    return tuple(part.to(device) for part in made)
 
 
 def _quantize(plane: Tensor, table: Tensor, dct: Tensor) -> Tensor:
-    """Take a plane through 8x8 DCT, quantization and back, rounded to 0..255.
+    """Take planes (B, N, h, w) in 0..255 through an 8x8 DCT, quantization by `table` (8, 8) and back, rounded to 0..255.
 
-    Args:
-        plane: float tensor of shape (B, N, h, w), values 0..255; any h, w (padded by its last row and
-            column).
-        table: quantization steps, (8, 8).
-        dct: orthonormal DCT matrix, (8, 8).
-
-    Returns:
-        Tensor of the shape of ``plane``.
+    Any h and w: a plane is padded by its last row and column.
     """
     batch, number, height, width = plane.shape
     plane = extend(plane, 0, -width % 8, 0, -height % 8, "replicate")

@@ -1,8 +1,7 @@
 """Noise: gaussian, shot, impulse and speckle.
 
-Every function takes float32 images of shape (B, 3, H, W) in [0, 1], the parameters of one severity and the
-random numbers of the batch. It may overwrite its input, and returns images of the same shape, not yet clipped
-to [0, 1].
+Every function takes float32 images (B, 3, H, W) in [0, 1], which it may overwrite, the parameters of one severity and the
+random numbers of the batch. It returns images of the same shape, not yet clipped to [0, 1].
 """
 
 from __future__ import annotations
@@ -15,37 +14,15 @@ __all__ = ["gaussian_noise", "impulse_noise", "shot_noise", "speckle_noise"]
 
 
 def gaussian_noise(x: Tensor, sigma: float, draws: Draws) -> Tensor:
-    """Add white noise: out = x + sigma z, z ~ N(0, 1) for each value.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        sigma: standard deviation of the noise.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> import torch
-        >>> gaussian_noise(torch.full((1, 3, 8, 8), 0.5), 0.1, Draws(0, torch.arange(1), "noise", 1)).shape
-        torch.Size([1, 3, 8, 8])
-    """
+    """Add white noise: out = x + sigma z, z ~ N(0, 1) for each value."""
     return x.add_(draws.normal(0, *x.shape[1:]), alpha=sigma)
 
 
 def shot_noise(x: Tensor, peak: int, draws: Draws) -> Tensor:
     """Count photons: out = min(k / peak, 1), k ~ Poisson(peak x) for each value.
 
-    The counts are exact for 8-bit images; for floating images the rate is rounded to 1/2040 of full white
-    (see :meth:`Draws.poisson`).
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        peak: mean photon count at white.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
+    The counts are exact for 8-bit images; for floating-point images the rate is rounded to 1/2040 of white
+    (:meth:`Draws.poisson`).
 
     Example:
         >>> import torch
@@ -58,14 +35,6 @@ def shot_noise(x: Tensor, peak: int, draws: Draws) -> Tensor:
 
 def impulse_noise(x: Tensor, amount: float, draws: Draws) -> Tensor:
     """Replace a share of the values by white or black: P(out = 1) = P(out = 0) = amount / 2, else out = x.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        amount: share of the values that are replaced.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
 
     Example:
         >>> import torch
@@ -84,18 +53,9 @@ def impulse_noise(x: Tensor, amount: float, draws: Draws) -> Tensor:
 def speckle_noise(x: Tensor, sigma: float, draws: Draws) -> Tensor:
     """Add noise in proportion to the value: out = x + sigma x z, z ~ N(0, 1) for each value.
 
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        sigma: standard deviation relative to the value.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
     Example:
         >>> import torch
-        >>> draws = Draws(0, torch.arange(1), "noise", 1)
-        >>> speckle_noise(torch.zeros(1, 3, 4, 4), 0.6, draws).abs().max().item()
+        >>> speckle_noise(torch.zeros(1, 3, 4, 4), 0.6, Draws(0, torch.arange(1), "noise", 1)).abs().max().item()
         0.0
     """
     return x.mul_(draws.normal(0, *x.shape[1:]).mul_(sigma).add_(1.0))

@@ -1,28 +1,30 @@
 """Severity parameters of the 19 corruptions, for each of the published benchmarks.
 
-The numbers are those of ImageNet-C (224 pixels), CIFAR-10-C (32 pixels) and Tiny-ImageNet-C (64 pixels),
-Hendrycks and Dietterich, "Benchmarking neural network robustness to common corruptions and perturbations",
-ICLR 2019. Each entry has five rows, for severities 1 to 5.
+The numbers are those of ImageNet-C (224 pixels), CIFAR-10-C (32 pixels) and Tiny-ImageNet-C (64 pixels), Hendrycks and
+Dietterich, "Benchmarking neural network robustness to common corruptions and perturbations", ICLR 2019. Each entry has five
+rows, for severities 1 to 5.
 
-The elastic transform is the one place where two ImageNet tables are in use. ``"imagenet"`` holds the
-size-free form that the `imagecorruptions` package uses (local distortion alone); ``"imagenet_original"`` is
-the same table with the elastic parameters of the first release (a random affine map as well, and very smooth
-fields at severities 1 and 2).
+Two ImageNet tables are in use, which differ in the elastic transform. ``"imagenet"`` has the size-free form of the
+`imagecorruptions` package (local distortion alone); ``"imagenet_original"`` has the parameters of the first release (a random
+affine map as well, and very smooth fields at severities 1 and 2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
-__all__ = ["GROUPS", "NOMINAL_SIZE", "PARAMETERS", "TABLES", "table_for"]
-
-GROUPS: Final[dict[str, tuple[str, ...]]] = {
-    "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
-    "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
-    "weather": ("snow", "frost", "fog", "brightness"),
-    "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
-    "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
-}
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
+        "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+        "weather": ("snow", "frost", "fog", "brightness"),
+        "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+        "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
+    }
+)
+"""Names of the corruptions in each group, in the usual order; the first four groups are the standard fifteen."""
 
 NOMINAL_SIZE: Final[dict[str, int]] = {"cifar": 32, "tiny": 64, "imagenet": 224, "imagenet_original": 224}
 TABLES: Final[tuple[str, ...]] = tuple(NOMINAL_SIZE)
@@ -37,26 +39,17 @@ def _zooms(step: float, count: int) -> tuple[float, ...]:
 _SMALL_ZOOMS = (_zooms(0.01, 7), _zooms(0.01, 12), _zooms(0.01, 16), _zooms(0.01, 21), _zooms(0.01, 26))
 
 _IMAGENET: dict[str, tuple[Any, ...]] = {
-    # standard deviation of the added noise
-    "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
-    # photons at full white
-    "shot_noise": (60, 25, 12, 5, 3),
-    # share of values replaced
-    "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),
-    # standard deviation, relative to the value
-    "speckle_noise": (0.15, 0.2, 0.35, 0.45, 0.6),
-    # sigma in pixels
-    "gaussian_blur": (1.0, 2.0, 3.0, 4.0, 6.0),
-    # disk radius, sigma of its antialias blur
-    "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
-    # sigma, reach of a swap, rounds
-    "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
-    # radius (2 r + 1 taps), sigma
-    "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+    "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),  # standard deviation of the added noise
+    "shot_noise": (60, 25, 12, 5, 3),  # photons at full white
+    "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),  # share of values replaced
+    "speckle_noise": (0.15, 0.2, 0.35, 0.45, 0.6),  # standard deviation, relative to the value
+    "gaussian_blur": (1.0, 2.0, 3.0, 4.0, 6.0),  # sigma in pixels
+    "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),  # disk radius, sigma of its antialias blur
+    "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),  # sigma, reach of a swap, rounds
+    "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),  # radius (2 r + 1 taps), sigma
     # zoom factors averaged with the image
     "zoom_blur": (_zooms(0.01, 12), _zooms(0.01, 16), _zooms(0.02, 11), _zooms(0.02, 13), _zooms(0.03, 11)),
-    # mean and deviation of the flakes, zoom, threshold, blur radius, blur sigma, weight of the image
-    "snow": (
+    "snow": (  # mean and deviation of the flakes, zoom, threshold, blur radius, blur sigma, weight of the image
         (0.1, 0.3, 3.0, 0.5, 10, 4, 0.8),
         (0.2, 0.3, 2.0, 0.5, 12, 4, 0.7),
         (0.55, 0.3, 4.0, 0.9, 12, 8, 0.7),
@@ -67,36 +60,27 @@ _IMAGENET: dict[str, tuple[Any, ...]] = {
     "frost": ((1.0, 0.4, 1.1), (0.8, 0.6, 1.1), (0.7, 0.7, 1.1), (0.65, 0.7, 1.1), (0.6, 0.75, 1.1)),
     # weight of the fog, decay of the fractal per level
     "fog": ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4)),
-    # added to V of HSV
-    "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),
-    # factor on the deviation from the channel mean
-    "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),
+    "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),  # added to V of HSV
+    "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),  # factor on the deviation from the channel mean
     # displacement, sigma, affine jitter, all as shares of the shorter side
     "elastic_transform": tuple((0.005 * 250.0 * a, 0.01, 0.0) for a in (0.05, 0.065, 0.085, 0.1, 0.12)),
-    # share of the side kept
-    "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),
-    # JPEG quality
-    "jpeg_compression": (25, 18, 15, 10, 7),
-    # mean and deviation of the liquid, its sigma, threshold, strength (water) or sigma (mud), is it mud
-    "spatter": (
+    "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),  # share of the side kept
+    "jpeg_compression": (25, 18, 15, 10, 7),  # JPEG quality
+    "spatter": (  # mean and deviation of the liquid, its sigma, threshold, strength (water) or sigma (mud), is it mud
         (0.65, 0.3, 4.0, 0.69, 0.6, False),
         (0.65, 0.3, 3.0, 0.68, 0.6, False),
         (0.65, 0.3, 2.0, 0.68, 0.5, False),
         (0.65, 0.3, 1.0, 0.65, 1.5, True),
         (0.67, 0.4, 1.0, 0.65, 1.5, True),
     ),
-    # factor and offset on S of HSV
-    "saturate": ((0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),
+    "saturate": ((0.3, 0.0), (0.1, 0.0), (2.0, 0.0), (5.0, 0.1), (20.0, 0.2)),  # factor and offset on S of HSV
 }
 
 _IMAGENET_ORIGINAL: dict[str, tuple[Any, ...]] = {
     **_IMAGENET,
-    "elastic_transform": (
-        (2 * 244 / 224, 0.7 * 244 / 224, 0.1 * 244 / 224),
-        (2 * 244 / 224, 0.08 * 244 / 224, 0.2 * 244 / 224),
-        (0.05 * 244 / 224, 0.01 * 244 / 224, 0.02 * 244 / 224),
-        (0.07 * 244 / 224, 0.01 * 244 / 224, 0.02 * 244 / 224),
-        (0.12 * 244 / 224, 0.01 * 244 / 224, 0.02 * 244 / 224),
+    "elastic_transform": tuple(
+        tuple(share * 244 / 224 for share in row)
+        for row in ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
     ),
 }
 
@@ -189,14 +173,7 @@ PARAMETERS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {
 
 
 def table_for(height: int, width: int) -> str:
-    """Name of the table that suits an image size: shorter side up to 48, up to 96, or larger.
-
-    Args:
-        height: image height in pixels.
-        width: image width in pixels.
-
-    Returns:
-        ``"cifar"``, ``"tiny"`` or ``"imagenet"``.
+    """Name of the table for an image size, by the shorter side: up to 48, up to 96, or larger.
 
     Example:
         >>> table_for(32, 32), table_for(64, 80), table_for(224, 224)

@@ -1,8 +1,7 @@
 """Weather: snow, frost, fog and spatter (brightness, the fourth of the group, is with the other HSV maps).
 
-Every function takes float32 images of shape (B, 3, H, W) in [0, 1], the parameters of one severity and the
-random numbers of the batch. It may overwrite its input, and returns images of the same shape, not yet clipped
-to [0, 1].
+Every function takes float32 images (B, 3, H, W) in [0, 1], which it may overwrite, the parameters of one severity and the
+random numbers of the batch. It returns images of the same shape, not yet clipped to [0, 1].
 """
 
 from __future__ import annotations
@@ -13,26 +12,16 @@ import torch
 from torch import Tensor
 
 from .draws import Draws
-from .filters import crop_size, enlarge, extend, motion_line, smooth
+from .filters import enlarge, extend, motion_line, smooth
 from .frosting import TEXTURE_SHAPE, frost_textures
 
 __all__ = ["fog", "frost", "snow", "spatter"]
 
 
 def snow(x: Tensor, parameters: tuple[float, float, float, float, int, float, float], draws: Draws) -> Tensor:
-    """Whiten the image and add streaks of snow.
+    """Whiten the image and add streaks of snow: out = w x + (1 - w) max(x, 1.5 grey(x) + 0.5) + s + rot180(s).
 
-    Flakes are N(mean, deviation) noise, zoomed, cut below a threshold and blurred along a line at -135 to -45
-    degrees; the layer s is also added turned by 180 degrees:
-    out = w x + (1 - w) max(x, 1.5 grey(x) + 0.5) + s + rot180(s).
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: mean, deviation, zoom, threshold, blur radius, blur sigma, w.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
+    The layer s is N(mean, deviation) noise, zoomed, zeroed below a threshold and blurred along a line at -135 to -45 degrees.
 
     Example:
         >>> x = torch.full((1, 3, 32, 32), 0.2)
@@ -42,9 +31,9 @@ def snow(x: Tensor, parameters: tuple[float, float, float, float, int, float, fl
     """
     mean, deviation, factor, threshold, radius, sigma, weight = parameters
     height, width = x.shape[-2:]
-    flakes = draws.normal(0, 1, crop_size(height, factor), crop_size(width, factor)).mul_(deviation).add_(mean)
+    flakes = draws.normal(0, 1, math.ceil(height / factor), math.ceil(width / factor)).mul_(deviation).add_(mean)
     layer = enlarge(flakes, height, width, factor).clone()
-    # below the threshold 0, above it the value: a steep ramp stands for the mask
+    # 0 below the threshold, the value above it: a steep ramp instead of a mask
     layer.mul_((layer - threshold).mul_(1e9).clamp_(0.0, 1.0)).clamp_(0.0, 1.0)
     degrees = draws.uniform(1, 1).double().view(-1) * 90.0 - 135.0
     side = math.sqrt(0.5)
@@ -58,20 +47,11 @@ def snow(x: Tensor, parameters: tuple[float, float, float, float, int, float, fl
 
 
 def frost(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Tensor:
-    """Overlay frost: out = a x + b f, f a random cut of one of five frost textures.
+    """Overlay frost: out = a x + b f, f a random crop of one of five frost textures.
 
-    The textures are procedural (see :mod:`come.corruptions.frosting`), with the mean colours and contrasts of
-    the published photographs, which are not shipped; so results agree with the published ones in brightness
-    and contrast, not in pattern.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: a, b and the scale of the textures (they are enlarged further for images they do not
-            cover).
-        draws: random numbers of the batch; texture and place for each image.
-
-    Returns:
-        Images of shape (B, 3, H, W).
+    The textures are procedural (:mod:`come.corruptions.frosting`), with the mean colours and contrasts of the published
+    photographs, which are not shipped; so results agree with the published ones in brightness and contrast, not in pattern.
+    The third parameter is the scale of the textures; they are enlarged further for images that they do not cover.
 
     Example:
         >>> out = frost(torch.zeros(1, 3, 32, 32), (0.75, 0.45, 0.2), Draws(0, torch.arange(1), "frost", 5))
@@ -98,19 +78,11 @@ def frost(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Te
 
 
 def plasma(draws: Draws, side: int, decay: float) -> Tensor:
-    """Make a plasma fractal by the diamond-square method, on a torus.
+    """Make plasma fractals (B, side, side) in [0, 1] by the diamond-square method, on a torus; `side` is a power of two.
 
-    From the coarsest grid to single pixels, the points half-way between known ones get the mean of their four
-    neighbours (first diagonal, then straight) plus uniform noise in [-w^2, w^2]; w starts at 100 and is
-    divided by ``decay`` at each level. Whole levels are computed at once.
-
-    Args:
-        draws: random numbers of the batch.
-        side: side of the map, a power of two.
-        decay: decay of the noise per level.
-
-    Returns:
-        float32 tensor of shape (B, side, side), least value 0 and largest 1.
+    From the coarsest grid to single pixels, the points half-way between known ones get the mean of their four neighbours
+    (first diagonal, then straight) plus uniform noise in [-w^2, w^2]; w starts at 100 and is divided by ``decay`` at each
+    level. Whole levels are computed at once.
 
     Example:
         >>> plasma(Draws(0, torch.arange(2), "fog", 1), 16, 2.0).shape
@@ -139,20 +111,7 @@ def plasma(draws: Draws, side: int, decay: float) -> Tensor:
 
 
 def fog(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
-    """Add a plasma fractal and rescale: out = (x + c f) m / (m + c), m the largest value of the image.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: c, and the decay of the fractal (see :func:`plasma`).
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> fog(torch.rand(1, 3, 20, 30), (1.5, 1.75), Draws(0, torch.arange(1), "fog", 5)).shape
-        torch.Size([1, 3, 20, 30])
-    """
+    """Add a plasma fractal (:func:`plasma`) and rescale: out = (x + c f) m / (m + c), m the largest value of the image."""
     weight, decay = parameters
     height, width = x.shape[-2:]
     side = 1 << (max(height, width) - 1).bit_length()
@@ -165,22 +124,9 @@ def fog(x: Tensor, parameters: tuple[float, float], draws: Draws) -> Tensor:
 def spatter(x: Tensor, parameters: tuple[float, float, float, float, float, bool], draws: Draws) -> Tensor:
     """Splash water (severities 1 to 3) or mud (4 and 5) onto the lens.
 
-    A liquid layer is N(mean, deviation) noise, blurred and cut below a threshold. Mud: the mask m of the
-    layer is blurred and cut below 0.8, out = (1 - m) x + m brown. Water: see :func:`_water`, out = x + m
-    turquoise.
-
-    Args:
-        x: images, (B, 3, H, W) in [0, 1].
-        parameters: mean, deviation, sigma, threshold, strength (water) or sigma of the mask (mud), is it mud.
-        draws: random numbers of the batch.
-
-    Returns:
-        Images of shape (B, 3, H, W).
-
-    Example:
-        >>> draws = Draws(0, torch.arange(1), "spatter", 5)
-        >>> spatter(torch.rand(1, 3, 32, 32), (0.65, 0.3, 1.0, 0.65, 1.5, True), draws).shape
-        torch.Size([1, 3, 32, 32])
+    A liquid layer is N(mean, deviation) noise, blurred by sigma and zeroed below a threshold. Mud: the mask m of the layer is
+    blurred by `strength` and zeroed below 0.8, out = (1 - m) x + m brown. Water: out = x + strength m turquoise, with m of
+    :func:`_water`.
     """
     mean, deviation, sigma, threshold, strength, mud = parameters
     height, width = x.shape[-2:]
@@ -206,10 +152,9 @@ def _box3(x: Tensor) -> Tensor:
 
 
 def _edges(layer: Tensor) -> Tensor:
-    """Mark the rims of the drops: Sobel magnitude |gx| + |gy| above 150 that is largest across the rim.
+    """Mark the rims of drops (B, 1, H, W) as 0 or 1: Sobel magnitude |gx| + |gy| above 150 that is largest across the rim.
 
-    This is Canny's detector without its weak edges; the rim of a drop jumps from 0 to about 170, so all of it
-    is strong. Returns a float mask of the shape of ``layer``, (B, 1, H, W).
+    This is Canny's detector without its weak edges; the rim of a drop jumps from 0 to about 170, so all of it is strong.
     """
     height, width = layer.shape[-2:]
     p = extend(layer, 1, 1, 1, 1, "replicate")
@@ -225,21 +170,14 @@ def _edges(layer: Tensor) -> Tensor:
     flat = ay < 0.41421356 * ax
     steep = ay > 2.41421356 * ax
     falling = (gx * gy) > 0  # gradient towards the lower right or the upper left
-    before = torch.where(
-        flat,
-        at(m, 0, -1),
-        torch.where(steep, at(m, -1, 0), torch.where(falling, at(m, -1, -1), at(m, -1, 1))),
-    )
-    after = torch.where(
-        flat, at(m, 0, 1), torch.where(steep, at(m, 1, 0), torch.where(falling, at(m, 1, 1), at(m, 1, -1)))
-    )
+    slanted = torch.where(falling, at(m, -1, -1), at(m, -1, 1)), torch.where(falling, at(m, 1, 1), at(m, 1, -1))
+    before = torch.where(flat, at(m, 0, -1), torch.where(steep, at(m, -1, 0), slanted[0]))
+    after = torch.where(flat, at(m, 0, 1), torch.where(steep, at(m, 1, 0), slanted[1]))
     return ((size > 150.0) & (size > before) & (size >= after)).float()
 
 
 def _distance(edges: Tensor, most: int = 20) -> Tensor:
-    """Euclidean distance to the nearest marked pixel, at most ``most``; exact, by one pass along each
-    axis.
-    """
+    """Euclidean distance to the nearest marked pixel, at most ``most``; exact, by one pass along each axis."""
     far = float(most * most)
     for axis in (-1, -2):
         size = edges.shape[axis]
@@ -257,8 +195,8 @@ def _distance(edges: Tensor, most: int = 20) -> Tensor:
 def _water(layer: Tensor) -> Tensor:
     """Shade water drops, with values 0..255 in ``layer``, by their distance from the rim.
 
-    The distance to the rim (at most 20) is blurred, histogram-equalized, embossed with
-    [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]], blurred, multiplied by the layer and divided by its largest value.
+    The distance to the rim (at most 20) is blurred, histogram-equalized, embossed with [[-2, -1, 0], [-1, 1, 1], [0, 1, 2]],
+    blurred, multiplied by the layer and divided by its largest value.
     """
     height, width = layer.shape[-2:]
     distance = _box3(_distance(_edges(layer))).add_(1e-3).floor_()

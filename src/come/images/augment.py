@@ -1,9 +1,9 @@
 """Random views of images: what several methods average over, or ask a model to agree on.
 
-A view is a function of images and a generator. Each image of a batch gets random numbers of its own, all of them from that
-generator, so a view is fixed by the generator's state and leaves torch's global one alone. Nothing here loops over images,
-has a shape that depends on the data, or waits for the device: an operation that only some images drew is computed for all
-of them and selected. No gradient flows through a view.
+A view is a function of images and a generator. Each image of a batch gets its own random numbers from that generator, so the
+generator's state determines the view, and torch's global generator is left alone. Nothing here loops over images, has a shape
+that depends on the data, or waits for the device: an operation that only some images drew is computed for all of them and
+selected. No gradient flows through a view.
 
     jitter    small changes of colour, place and sharpness     CoTTA, RoTTA, ROID
     augmix    a crop, then mixed chains of operations          MEMO
@@ -27,27 +27,18 @@ Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Takes images (..., C, H, W) in [0, 1] and a generator on their device, returns a new tensor of the same shape, dtype and
 range. For V views of a batch, pass `images.expand(V, *images.shape)`."""
 
+Rows = tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""The two rows of an affine map (A, b), three tensors (N,) each."""
+
 # Largest changes of `jitter` at strength 1. Factors are drawn from [1 - d, 1 + d], all others from [-d, d].
 BRIGHTNESS, CONTRAST, SATURATION, HUE, GAMMA = 0.4, 0.3, 0.5, 0.06, 0.3
-DEGREES, SHIFT, SCALE = (
-    15.0,
-    1 / 8,
-    0.1,
-)  # published: 1/16 of the image padded to twice its size, 1/8 of the image itself
+DEGREES, SHIFT, SCALE = 15.0, 1 / 8, 0.1  # SHIFT: published as 1/16 of the image padded to twice its size
 SIGMA = (0.001, 0.5)  # of the blur, in pixels
 
 OPERATIONS = (
-    "autocontrast",
-    "equalize",
-    "posterize",
-    "rotate",
-    "solarize",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-)
-AUTOCONTRAST, EQUALIZE, POSTERIZE, ROTATE, SOLARIZE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = range(9)
+    "autocontrast", "equalize", "posterize", "rotate", "solarize", "shear_x", "shear_y", "translate_x", "translate_y",
+)  # fmt: skip
+AUTOCONTRAST, EQUALIZE, POSTERIZE, ROTATE, SOLARIZE, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y = range(len(OPERATIONS))
 NOTHING = -1  # the operation of a chain that has ended
 
 ASPECT = (3 / 4, 4 / 3)  # of a crop, width over height
@@ -60,13 +51,13 @@ class jitter:  # noqa: N801 - reads as the value it is: augment=jitter(strength=
 
     In this order, with s = `strength`: brightness times a factor in 1 +- 0.4 s, contrast 1 +- 0.3 s, saturation 1 +- 0.5 s,
     hue turned by up to 0.06 s of the circle, gamma in 1 +- 0.3 s, clipped to [0, 1] after each; rotation by up to 15 s
-    degrees, shift by up to s / 8 of each side and scale in 1 +- 0.1 s in one bilinear resampling of the image extended by
-    its edge values; Gaussian blur of 5 x 5 pixels with sigma in [0.001, 0.5 s]; a horizontal flip; Gaussian noise; clip.
-    Images that do not have 3 channels keep their saturation and hue.
+    degrees, shift by up to s / 8 of each side and scale in 1 +- 0.1 s in one bilinear resampling of the image extended by its
+    edge values; Gaussian blur of 5 x 5 pixels with sigma in [0.001, 0.5 s]; a horizontal flip; Gaussian noise; clip. Images
+    that do not have 3 channels keep their saturation and hue.
 
     The published code draws one set of numbers for the whole batch, and the order of the colour changes with it. Here each
-    image has its own numbers: the views of one batch are more diverse, and what happens to an image does not depend on
-    which others came with it. The order is fixed, because an order per image would cost five times as much.
+    image has its own numbers: the views of one batch are more diverse, and the view of an image does not depend on the other
+    images. The order is fixed, because an order per image would cost five times as much.
 
     Args:
         strength: s, scales all ranges, in [0, 2]; 0.5 is about the published "soft" view, and 0 leaves only flip and noise.
@@ -95,7 +86,7 @@ class jitter:  # noqa: N801 - reads as the value it is: augment=jitter(strength=
         require(0 <= self.flip <= 1, "flip", self.flip, "a probability, in [0, 1]")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw one view of every image."""
+        """One view of every image."""
         x = _flat(images, generator)
         if x.numel() == 0:
             return images.detach().clone()
@@ -159,17 +150,12 @@ class augmix:  # noqa: N801
             require_int(name, getattr(self, name), 1)
         require(self.severity <= 10, "severity", self.severity, "an integer <= 10")
         require(1e-6 <= self.alpha < math.inf, "alpha", self.alpha, "at least 1e-6 and finite")
-        pair = isinstance(self.crop, tuple) and len(self.crop) == 2
-        require(
-            pair and 0 < self.crop[0] <= self.crop[1] <= 1,
-            "crop",
-            self.crop,
-            "a pair of shares of the area, 0 < low <= high <= 1",
-        )
+        pair = isinstance(self.crop, tuple) and len(self.crop) == 2 and 0 < self.crop[0] <= self.crop[1] <= 1
+        require(pair, "crop", self.crop, "a pair of shares of the area, 0 < low <= high <= 1")
         require(0 <= self.flip <= 1, "flip", self.flip, "a probability, in [0, 1]")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw one view of every image."""
+        """One view of every image."""
         x = _flat(images, generator)
         if x.numel() == 0:
             return images.detach().clone()
@@ -200,17 +186,13 @@ class augmix:  # noqa: N801
 def _flat(images: Tensor, generator: torch.Generator) -> Tensor:
     """Checked images as (N, C, H, W), in float32 or better; may share memory with `images`."""
     if not images.is_floating_point():
-        raise InputError(
-            f"images are {images.dtype}; give floating point numbers in [0, 1], as in images.float() / 255"
-        )
+        raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; use images.float() / 255")
     if images.ndim < 3:
-        raise InputError(
-            f"images have shape {tuple(images.shape)}; give (..., C, H, W), one image being images.view(C, H, W)"
-        )
+        raise InputError(f"images must have shape (..., C, H, W), got {tuple(images.shape)}")
     if generator.device.type != images.device.type:
         raise InputError(
-            f"the generator is on {generator.device}, the images are on {images.device}; "
-            "make it with torch.Generator(images.device)"
+            f"the generator must be on the device of the images, {images.device}, got {generator.device}; make it with "
+            "torch.Generator(images.device)"
         )
     x = images.detach()
     x = x if x.dtype == torch.float64 else x.float()
@@ -223,12 +205,12 @@ def _like(x: Tensor, images: Tensor) -> Tensor:
 
 
 def _each(values: Tensor) -> Tensor:
-    """One number per image, (N,), to be multiplied with (N, C, H, W)."""
+    """One number per image, (N,), shaped to be multiplied with (N, C, H, W)."""
     return values.view(-1, 1, 1, 1)
 
 
 def _uniform(shape: tuple[int, ...], x: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers in [0, 1). Drawn in float32 for every dtype of `x`, so all dtypes see the same view."""
+    """Uniform numbers in [0, 1), drawn in float32 so that all dtypes of `x` get the same view."""
     return torch.rand(shape, dtype=torch.float32, device=x.device, generator=generator).to(x.dtype)
 
 
@@ -246,18 +228,11 @@ def _shares(alpha: float, shape: tuple[int, int], x: Tensor, generator: torch.Ge
     return torch.softmax(gamma.log() + log_u / alpha, dim=0)
 
 
-def _warp(x: Tensor, rows: tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], black: bool) -> Tensor:
-    """Resample bilinearly: the pixel at p reads the image at A p + b, both in pixels from the centre.
+def _warp(x: Tensor, rows: Rows, black: bool) -> Tensor:
+    """Resample (N, C, H, W) bilinearly: the pixel at p reads the image at A p + b, both in pixels from the centre.
 
-    The grid is made without a matrix product, which autocast and TF32 would round to parts of a pixel.
-
-    Args:
-        x: (N, C, H, W).
-        rows: the two rows of (A, b), three tensors (N,) each.
-        black: what is read from outside the image is black, as in Pillow; else it is the nearest edge value.
-
-    Returns:
-        (N, C, H, W).
+    Outside the image is black, as in Pillow, or the nearest edge value. The grid is made without a matrix product, which
+    autocast and TF32 would round to parts of a pixel.
     """
     height, width = x.shape[-2:]
     right = torch.arange(width, dtype=x.dtype, device=x.device) - (width - 1) / 2
@@ -274,7 +249,7 @@ def _warp(x: Tensor, rows: tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Te
 
 
 def _grey(x: Tensor) -> Tensor:
-    """Luminance (Rec. 601), (N, 1, H, W); the mean of the channels where these are not 3."""
+    """Luminance (Rec. 601), (N, 1, H, W); the mean of the channels if there are not 3."""
     if x.shape[1] != 3:
         return x.mean(dim=1, keepdim=True)
     r, g, b = x.unbind(dim=1)
@@ -295,7 +270,7 @@ def _turn_hue(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def _recolour(x: Tensor, change: Tensor) -> Tensor:
-    """Brightness, contrast, saturation, hue and gamma, in this order; `change` (5, N), relative to the largest."""
+    """Brightness, contrast, saturation, hue and gamma, in this order; `change` (5, N) is relative to the largest change."""
     brightness, contrast, saturation, hue, gamma = change
     x = (x * _each(1 + BRIGHTNESS * brightness)).clamp(0, 1)
     mean = _grey(x).mean(dim=(-2, -1), keepdim=True)
@@ -307,7 +282,7 @@ def _recolour(x: Tensor, change: Tensor) -> Tensor:
 
 
 def _move(x: Tensor, change: Tensor) -> Tensor:
-    """Rotate about the centre, scale and shift; `change` (4, N), relative to the largest."""
+    """Rotate about the centre, scale and shift; `change` (4, N) is relative to the largest change."""
     height, width = x.shape[-2:]
     turn, scale, right, down = change
     turn = turn * math.radians(DEGREES)
@@ -320,7 +295,7 @@ def _move(x: Tensor, change: Tensor) -> Tensor:
 
 
 def _blur(x: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur over 5 x 5 pixels, with one `sigma` (N,) per image; the edge values go on outside."""
+    """Gaussian blur over 5 x 5 pixels, with one `sigma` (N,) per image and the edges replicated."""
     side = [torch.exp(-0.5 * (i / sigma) ** 2) for i in (0, 1, 2)]
     total = side[0] + 2 * side[1] + 2 * side[2]
     centre, near, far = (_each(tap / total) for tap in side)
@@ -332,10 +307,10 @@ def _blur(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _crop(x: Tensor, share: tuple[float, float], generator: torch.Generator) -> Tensor:
-    """Cut out a random part, (low, high) of the area, and enlarge it to the whole.
+    """Crop a random part, (low, high) of the area, and enlarge it to the whole.
 
-    A part that does not fit is drawn again, up to ten times; then the largest centred part of an allowed ratio is taken.
-    All ten are drawn at once and the first that fits is picked, which is the same and asks the device nothing.
+    A part that does not fit is drawn again, up to ten times; then the largest centred part with an allowed aspect ratio is
+    taken. All ten are drawn at once and the first that fits is picked, which is equivalent and does not wait for the device.
     """
     height, width = x.shape[-2:]
     n = len(x)
@@ -359,8 +334,8 @@ def _crop(x: Tensor, share: tuple[float, float], generator: torch.Generator) -> 
 def _operate(x: Tensor, operation: Tensor, level: Tensor, sign: Tensor) -> Tensor:
     """One slot of a chain: each image under the operation it drew, at `level` in [0.1, 10]; all three (N,).
 
-    An operation is either a table of 256 levels per channel or an affine map, so the slot is one histogram, one lookup and
-    one resampling, whatever was drawn.
+    An operation is either a table of 256 levels per channel or an affine map, so the slot is one histogram, one lookup and one
+    resampling, whatever was drawn.
     """
     levels = (x * 255).round().clamp(0, 255).to(torch.uint8).long()  # by way of uint8, not even NaN leaves the table
     table = _tables(_histogram(levels), operation, level)
@@ -372,7 +347,7 @@ def _operate(x: Tensor, operation: Tensor, level: Tensor, sign: Tensor) -> Tenso
 
 
 def _histogram(levels: Tensor) -> Tensor:
-    """How often each of 256 levels occurs: (N, C, H, W) to (N, C, 256), whole numbers."""
+    """How often each of 256 levels occurs: (N, C, H, W) to (N, C, 256), integers."""
     counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.int32, device=levels.device)
     places = levels.flatten(2)
     return counts.scatter_add_(-1, places, counts.new_ones(()).expand_as(places))
@@ -392,7 +367,7 @@ def _tables(counts: Tensor, operation: Tensor, level: Tensor) -> Tensor:
 
 
 def _autocontrast(counts: Tensor, ramp: Tensor) -> Tensor:
-    """Stretch the levels that occur over 0 to 255; a channel of one level stays."""
+    """Stretch the levels that occur over 0 to 255; a channel of one level is unchanged."""
     low = torch.where(counts > 0, ramp, 255).amin(dim=-1, keepdim=True)
     high = torch.where(counts > 0, ramp, 0).amax(dim=-1, keepdim=True)
     stretched = ((ramp - low) * 255).div((high - low).clamp_min(1), rounding_mode="floor")
@@ -402,8 +377,8 @@ def _autocontrast(counts: Tensor, ramp: Tensor) -> Tensor:
 def _equalize(counts: Tensor, ramp: Tensor) -> Tensor:
     """Give each level about as many pixels: level i becomes the share of pixels below it.
 
-    As in Pillow, the pixels of the highest level count for nothing, and a step is a whole number of pixels; if that is 0,
-    the channel stays.
+    As in Pillow, the pixels of the highest level do not count, and a step is a whole number of pixels; if that is 0, the
+    channel is unchanged.
     """
     high = torch.where(counts > 0, ramp, 0).amax(dim=-1, keepdim=True)
     total = counts.sum(dim=-1, keepdim=True, dtype=torch.int32) - counts.gather(-1, high.long())
@@ -414,10 +389,8 @@ def _equalize(counts: Tensor, ramp: Tensor) -> Tensor:
     return torch.where(step > 0, spread, ramp)
 
 
-def _maps(
-    x: Tensor, operation: Tensor, level: Tensor, sign: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """The geometric operations as the rows of affine maps from output to input, in pixels from the centre."""
+def _maps(x: Tensor, operation: Tensor, level: Tensor, sign: Tensor) -> Rows:
+    """The geometric operations as rows of affine maps from output to input, in pixels from the centre."""
     height, width = x.shape[-2:]
 
     def drawn(kind: int, amount: Tensor) -> Tensor:
@@ -425,9 +398,8 @@ def _maps(
 
     turn = drawn(ROTATE, (level * 3).trunc() * (math.pi / 180))
     shear_x, shear_y = drawn(SHEAR_X, level * 0.03), drawn(SHEAR_Y, level * 0.03)
-    right = drawn(TRANSLATE_X, (level * (width / 30)).trunc()) + shear_x * (
-        height / 2
-    )  # shears fix the top left corner
+    # Shears fix the top left corner.
+    right = drawn(TRANSLATE_X, (level * (width / 30)).trunc()) + shear_x * (height / 2)
     down = drawn(TRANSLATE_Y, (level * (height / 30)).trunc()) + shear_y * (width / 2)
     cos, sin = turn.cos(), turn.sin()
     return (cos, shear_x - sin, right), (shear_y + sin, cos, down)

@@ -1,4 +1,4 @@
-"""Between the normalized tensors that a model takes and images in [0, 1], on which augmentations act."""
+"""Converts between the normalized inputs of a model and images in [0, 1], on which augmentations act."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Union
 import torch
 from torch import Tensor
 
-from come.errors import ConfigError, InputError
+from come.errors import ConfigError, InputError, shown
 
 SLACK = 0.02
 """How far beyond [0, 1] a pixel may lie: interpolation and half precision overshoot a little."""
@@ -23,11 +23,7 @@ MeanStd = Union[tuple[Sequence[float], Sequence[float]], "Normalization", None]
 
 @dataclass(frozen=True)
 class Normalization:
-    r"""What turned an image in [0, 1] into the model's input: :math:`x = (image - mean) / std`, per channel.
-
-    Args:
-        mean: one number per channel, or one for all.
-        std: the same, positive.
+    """The normalization of a model's inputs, :math:`x = (image - mean) / std`, with one number per channel or one for all.
 
     Example:
         >>> n = Normalization((0.5,), (0.5,))
@@ -40,7 +36,7 @@ class Normalization:
 
     @classmethod
     def of(cls, value: MeanStd) -> Normalization:
-        """A `Normalization`, a pair (mean, std), or None for inputs that are images in [0, 1] already."""
+        """Convert a `Normalization`, a pair (mean, std), or None for inputs that are images in [0, 1]."""
         if value is None:
             return cls()
         if isinstance(value, Normalization):
@@ -51,13 +47,13 @@ class Normalization:
             mean, std = (), ()
         if not mean or not std or not all(0 < s < math.inf for s in std) or not all(map(math.isfinite, mean)):
             raise ConfigError(
-                f"normalization is {value!r}; give (mean, std) with one number per channel, e.g. "
-                "((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), or None if the inputs are images in [0, 1]"
+                "normalization must be (mean, std) with finite numbers per channel and std > 0, e.g. ((0.485, 0.456, 0.406), "
+                f"(0.229, 0.224, 0.225)), or None if the inputs are images in [0, 1], got {shown(value)}"
             )
         return cls(mean, std)
 
     def images(self, x: Tensor) -> Tensor:
-        """Model input (..., C, H, W) -> images; those of the data lie in [0, 1]."""
+        """Model input (..., C, H, W) -> images in [0, 1]."""
         mean, std = self._like(x)
         return x * std + mean
 
@@ -67,7 +63,7 @@ class Normalization:
         return (images - mean) / std
 
     def check(self, x: Tensor, who: str, first: bool) -> None:
-        """Raise `InputError` if `x`, the `first` batch, holds no images once the normalization is undone: waits for it."""
+        """Raise `InputError` if `x`, the `first` batch, is no images without its normalization; waits for the device."""
         if not first:
             return
         low, high = torch.aminmax(self.images(x.detach().float()))
@@ -81,18 +77,18 @@ class Normalization:
     def _like(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if len(self.mean) not in (1, x.shape[-3]) or len(self.std) not in (1, x.shape[-3]):
             raise InputError(
-                f"normalization has {len(self.mean)} means and {len(self.std)} deviations, the input {x.shape[-3]} channels; "
-                "give one for each channel, or one for all"
+                f"normalization must have one mean and std, or one for each of the {x.shape[-3]} channels of the input, got "
+                f"{len(self.mean)} means and {len(self.std)} stds"
             )
         return _channels(self.mean, x.device, x.dtype), _channels(self.std, x.device, x.dtype)
 
 
 def same_size(images: Tensor, before: Tensor, where: str) -> None:
-    """Raise `InputError` unless images (B, C, H, W) have the size of those that `where` holds."""
+    """Raise `InputError` unless images (B, C, H, W) have the size of those `before`."""
     if before.shape[1:] != images.shape[1:]:
         raise InputError(
-            f"images are {tuple(images.shape[1:])}, those before were {tuple(before.shape[1:])}; {where} holds one size: "
-            "resize them, or reset() between sizes"
+            f"images must have the size of those before, {tuple(before.shape[1:])}, as {where} holds one size, got "
+            f"{tuple(images.shape[1:])}: resize them, or reset() between sizes"
         )
 
 

@@ -1,1 +1,1 @@
-"""Other packages around an adapter, one file each; each needs its extra, and none is imported by `import come`."""
+"""Adapters for other packages, one file each; each needs its extra, and `import come` imports none."""

@@ -17,12 +17,12 @@ except ModuleNotFoundError as error:
 
 
 class Adapt(Callback):
-    """Put test-time adaptation around the classifier of a LightningModule while a trainer predicts or tests.
+    """Adapt the classifier of a LightningModule while a trainer predicts or tests.
 
-    From the first batch to the last one of `trainer.predict` or `trainer.test`, a call of the classifier (`self(x)`, or
-    `self.model(x)` with model="model") returns the logits of an adapter and adapts it. The module is not changed, and
-    afterwards, also after an error, it is called as before. Each run begins with the source model. The trainer may keep its
-    inference mode: the adapter has gradients of its own. Each process of several adapts by itself, unless ranks=True.
+    During `trainer.predict` or `trainer.test`, a call of the classifier (`self(x)`, or `self.model(x)` with model="model")
+    returns the logits of an adapter and adapts it. The module is not changed, and afterwards, also after an error, it is
+    called as before. Each run begins with the source model. The trainer may keep its inference mode: the adapter has its own
+    gradients. Each of several processes adapts separately, unless ranks=True.
 
     Args:
         method: as in `come.adapt`.
@@ -38,8 +38,7 @@ class Adapt(Callback):
         ...         self.model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
         ...     def predict_step(self, batch):
         ...         return self.model(batch)
-        >>> callback = Adapt("tent", model="model", objective="come")
-        >>> callback
+        >>> Adapt("tent", model="model", objective="come")
         Adapt('tent', model='model', objective='come')
     """
 
@@ -50,32 +49,13 @@ class Adapt(Callback):
         self._target: nn.Module | None = None
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
-        self._begin(pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin."""
-        self._begin(pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End."""
-        self._end()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End."""
-        self._end()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """End."""
-        self._end()
-
-    def _begin(self, module: LightningModule) -> None:
+        """Put the adapter in the place of the classifier."""
         try:
-            target = module.get_submodule(self.model)
+            target = pl_module.get_submodule(self.model)
         except AttributeError as error:
-            known = ", ".join(name for name, _ in module.named_children())
+            known = ", ".join(name for name, _ in pl_module.named_children())
             raise ConfigError(
-                f"model must name a module of {type(module).__name__} ({known}), got {shown(self.model)}"
+                f"model must name a module of {type(pl_module).__name__} ({known}), got {shown(self.model)}"
             ) from error
         classifier = self.classifier = adapt(target, self.method, **self.options)
 
@@ -89,12 +69,16 @@ class Adapt(Callback):
         target.forward = forward
         self._target = target
 
-    def _end(self) -> None:
+    on_test_start = on_predict_start
+
+    def on_predict_end(self, *_: Any, **__: Any) -> None:
+        """Restore the classifier."""
         if self._target is not None:
             vars(self._target).pop("forward", None)
             self._target = None
 
+    on_test_end = on_exception = on_predict_end
+
     def __repr__(self) -> str:
-        """As it was made."""
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"Adapt({self.method!r}, model={self.model!r}{options})"

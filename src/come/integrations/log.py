@@ -1,4 +1,4 @@
-"""Where scalars go: a function of (name, value, step) that writes to TensorBoard or to Weights & Biases."""
+"""Logs for scalars: functions of (name, value, step) that write to TensorBoard or to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("tensorboard:FOLDER", "wandb:PROJECT")
 
 
 def parse(spec: str) -> tuple[str, str]:
-    """The kind and the folder or project of a specification.
+    """Split "tensorboard:FOLDER" or "wandb:PROJECT".
 
     Example:
         >>> parse("tensorboard:runs/tb")
@@ -27,14 +27,11 @@ def parse(spec: str) -> tuple[str, str]:
 
 @contextmanager
 def opened(spec: str) -> Iterator[Log]:
-    """Open a log, for the length of a `with` block: what is written is flushed at its end.
+    """Open a log for the length of a `with` block, which flushes it at the end.
 
-    Args:
-        spec: "tensorboard:FOLDER", or "wandb:PROJECT"; where a run of Weights & Biases goes is as ever in its environment,
-            e.g. WANDB_MODE=offline.
-
-    Yields:
-        a function of (name, value, step), for `come.callbacks.Scalars` and for values of your own.
+    The specification is "tensorboard:FOLDER" or "wandb:PROJECT"; Weights & Biases is configured by its environment variables
+    as usual, e.g. WANDB_MODE=offline. Yields a function of (name, value, step), for `come.callbacks.Scalars` and for your own
+    values.
 
     Example:
         >>> import tempfile

@@ -15,10 +15,10 @@ TEMPLATES = ("a photo of a {}.",)
 
 
 class ZeroShot(nn.Module):
-    r"""Images by the nearest class text: :math:`z_k = \tau \cos(f(x), t_k)`.
+    r"""Classifies images by the nearest class text: :math:`z_k = \tau \cos(f(x), t_k)`.
 
     The scaled texts are a linear layer, `head`, so that methods that look for one find it. Norm layers of the image tower
-    adapt; the text tower is not part of it.
+    adapt; the text tower is not part of the model.
 
     Args:
         visual: the image tower, (B, 3, H, W) -> (B, d).
@@ -48,7 +48,7 @@ class ZeroShot(nn.Module):
 def zero_shot(
     model: nn.Module, tokenizer: Any, classes: Sequence[str], templates: Sequence[str] = TEMPLATES
 ) -> ZeroShot:
-    """A model of open_clip as a classifier of images into classes that are named.
+    """A classifier from an open_clip model and class names.
 
     Args:
         model: of `open_clip.create_model`.

@@ -1,8 +1,13 @@
-"""Metrics of `come.metrics` that torchmetrics lacks, as its `Metric`s: for collections, for Lightning, over processes."""
+"""The metrics of `come.metrics` that torchmetrics lacks, as `Metric`s: for collections, Lightning, and several processes.
+
+Every one takes logits (B, K) and labels (B,), -1 for an outlier; an `objective` ("come", "em", or a `come.Objective`), whose
+confidence ranks the samples; and the options of `torchmetrics.Metric`. It computes a 0-d tensor in [0, 1].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +26,9 @@ except ModuleNotFoundError as error:
 
 
 class _Confidence(Metric):
-    """Keeps the confidence of each sample, and whether it counts as positive."""
+    """Collects the confidence of each sample, and whether it counts as positive."""
 
+    metric: Callable[[Tensor, Tensor], float]
     is_differentiable = False
     full_state_update = False
     higher_is_better = False
@@ -36,25 +42,22 @@ class _Confidence(Metric):
         self.add_state("positive", [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Take in logits (B, K) and labels (B,), -1 for an outlier."""
+        """Add logits (B, K) and labels (B,), -1 for an outlier."""
         self.confidence.append(self.objective.confidence(preds.detach()))
         self.positive.append(self._positive(preds, target))
 
     def _positive(self, preds: Tensor, target: Tensor) -> Tensor:
         return preds.argmax(dim=1) == target
 
-    def _of(self, metric: Callable[[Tensor, Tensor], float]) -> Tensor:
+    def compute(self) -> Tensor:
+        """The metric of all samples so far, 0-d."""
         confidence = dim_zero_cat(self.confidence) if self.confidence else torch.zeros(0)
         positive = dim_zero_cat(self.positive) if self.positive else torch.zeros(0, dtype=torch.bool)
-        return torch.tensor(metric(confidence, positive), device=self.device)
+        return torch.tensor(self.metric(confidence, positive), device=self.device)
 
 
 class FPR(_Confidence):
-    """The paper's FPR, `come.metrics.fpr`: the share of wrong samples that pass where 95% of the right ones do.
-
-    Args:
-        objective: whose confidence ranks the samples: "come", "em", or a `come.Objective`.
-        **options: of `torchmetrics.Metric`.
+    """The paper's FPR, `come.metrics.fpr`: the share of wrong samples that pass where 95% of the correct ones do.
 
     Example:
         >>> metric = FPR(objective="em")
@@ -63,17 +66,11 @@ class FPR(_Confidence):
         tensor(0.)
     """
 
-    def compute(self) -> Tensor:
-        """0-d, in [0, 1]."""
-        return self._of(fpr)
+    metric = staticmethod(fpr)
 
 
 class FPR95(_Confidence):
     """OpenOOD's FPR at 95% TPR, `come.metrics.fpr95`: the share of outliers that pass where 95% of the inliers do.
-
-    Args:
-        objective: as in `FPR`.
-        **options: of `torchmetrics.Metric`.
 
     Example:
         >>> metric = FPR95()
@@ -82,9 +79,7 @@ class FPR95(_Confidence):
         tensor(1.)
     """
 
-    def compute(self) -> Tensor:
-        """0-d, in [0, 1]."""
-        return self._of(fpr95)
+    metric = staticmethod(fpr95)
 
     def _positive(self, preds: Tensor, target: Tensor) -> Tensor:
         return target >= 0
@@ -93,10 +88,6 @@ class FPR95(_Confidence):
 class AURC(_Confidence):
     """Area under the risk-coverage curve, `come.metrics.aurc`. An outlier is an error.
 
-    Args:
-        objective: as in `FPR`.
-        **options: of `torchmetrics.Metric`.
-
     Example:
         >>> metric = AURC()
         >>> metric.update(torch.tensor([[3.0, 0.0], [2.0, 0.0]]), torch.tensor([0, 1]))
@@ -104,18 +95,11 @@ class AURC(_Confidence):
         tensor(0.2500)
     """
 
-    def compute(self) -> Tensor:
-        """0-d, in [0, 1]."""
-        return self._of(aurc)
+    metric = staticmethod(aurc)
 
 
 class AbstentionAccuracy(_Confidence):
-    """Accuracy on the most confident share, `come.metrics.abstention_accuracy`. An outlier is an error.
-
-    Args:
-        coverage: share of the samples that are answered, in (0, 1].
-        objective: as in `FPR`.
-        **options: of `torchmetrics.Metric`.
+    """Accuracy on the most confident share in (0, 1], `come.metrics.abstention_accuracy`. An outlier is an error.
 
     Example:
         >>> metric = AbstentionAccuracy(0.5)
@@ -129,8 +113,4 @@ class AbstentionAccuracy(_Confidence):
     def __init__(self, coverage: float, objective: str | Objective = "come", **options: Any) -> None:
         require(0 < coverage <= 1, "coverage", coverage, "in (0, 1]")
         super().__init__(objective, **options)
-        self.coverage = coverage
-
-    def compute(self) -> Tensor:
-        """0-d, in [0, 1]."""
-        return self._of(lambda confidence, correct: abstention_accuracy(confidence, correct, self.coverage))
+        self.metric = partial(abstention_accuracy, coverage=coverage)

@@ -1,4 +1,4 @@
-"""One paper, one file. Each file in this folder registers its method; `names()` lists them, `get` finds one."""
+"""The methods, one file per paper. Each file in this folder registers its method; `names()` lists them, `get` finds one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
 
 
 def _check(name: str, thing: object) -> str:
-    """What is wrong with a method that is to be known as `name`."""
+    """What is wrong with a method that is registered as `name`; "" if nothing is."""
     if not (isinstance(thing, type) and issubclass(thing, Method)):
         return f"must be a subclass of come.Method, got {shown(thing)}"
     if missing := sorted(getattr(thing, "__abstractmethods__", ())):
@@ -51,7 +51,7 @@ def names() -> list[str]:
 
 
 def get(method: str | type[Method]) -> type[Method]:
-    """The method of that name, or the class itself if it is one already.
+    """The method of that name, or the class itself.
 
     Example:
         >>> get("sar").__name__
@@ -68,7 +68,7 @@ def get(method: str | type[Method]) -> type[Method]:
 
 
 def make(method: str | type[Method], **hyperparameters: Any) -> Method:
-    """A method by its name with hyperparameters; the name may carry some, `name:argument=value:...`.
+    """A method by its name, with hyperparameters; the name may carry some, `name:argument=value:...`.
 
     Example:
         >>> make("tent:keep=0.5", lr=1e-3).keep
@@ -77,7 +77,7 @@ def make(method: str | type[Method], **hyperparameters: Any) -> Method:
     if isinstance(method, str):
         method, given = parse(method)
         if twice := sorted(given.keys() & hyperparameters.keys()):
-            raise ConfigError(f"{twice[0]} is given twice: in {shown(method)} and as an argument; give it once")
+            raise ConfigError(f"{twice[0]} must be given once, got it twice: in {shown(method)} and as an argument")
         hyperparameters |= given
     chosen = get(method)
     known = chosen.hyperparameters()

@@ -10,15 +10,15 @@ Wang et al., "Continual Test-Time Domain Adaptation", CVPR 2022.
 
 Returns the target. Adapts the weights and biases of all layers, with BatchNorm on batch statistics in all three networks;
 needs images (none with `views=0`) whose normalization is known, because the augmentations act on images in [0, 1]. Three
-forwards and one backward per batch, and one forward for each view where the source model is unsure.
+forwards and one backward per batch, and one forward for each view where the source model is unsure. Memory: beside the student
+its gradient and momentum, the source and the teacher; views go through in chunks.
 
-COME: C is the objective's consistency, so with opinions the K + 1 masses take the place of the K probabilities. The paper only
-says that the objective is replaced; this is our reading of it.
+COME: C is the objective's consistency, so with opinions the K + 1 masses replace the K probabilities. The paper only says that
+the objective is replaced; this is our interpretation.
 
-Memory: beside the student its gradient and momentum, the source and the teacher; views go through in chunks.
-
-Deviations from the published code: each view of each image is drawn for itself, where that code draws one transformation for
-a whole batch; with BatchNorm each view is normalized by its own statistics all the same, though views share a forward.
+Deviations from the published code: every image of every view gets its own random transformation, where that code draws one
+transformation for a whole batch; with BatchNorm each view is still normalized by its own statistics, though views share a
+forward.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class CoTTA(Method):
     Args:
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         confident: p_th, from this mean confidence of the source model on no views are needed, in [0, 1].
-        views: how many random views the teacher sees otherwise; 0 never augments.
-        augment: makes a view, (images (V, B, C, H, W) in [0, 1], generator) -> images; None is `come.images.augment.jitter()`.
+        views: number of random views that the teacher sees otherwise; 0 never augments.
+        augment: makes views of images (V, B, C, H, W) in [0, 1] from a generator; None is `come.images.augment.jitter()`.
         alpha: how much of the teacher is kept at each step, in [0, 1].
-        restore: share of the entries that are put back to the source after each step, or a function that gives the mask.
-        chunk: views are handed to the teacher at most so many images at a time.
+        restore: share of the entries that are reset to the source after each step, or a function that gives the mask.
+        chunk: largest number of images that go through the teacher at once.
         seed: of views and restoration.
 
     Example:
@@ -89,12 +89,12 @@ class CoTTA(Method):
         require_int("chunk", self.chunk, 1)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """The views are made of images."""
+        """The views need images."""
         if self.views:
             self.normalization.check(x.image("cotta's augmentation"), "cotta's augmentation", first)
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """The teacher, who begins as the source."""
+        """The teacher, which starts as the source."""
         return {"teacher": ctx.source.clone()}
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
@@ -106,7 +106,7 @@ class CoTTA(Method):
         return Frozen(ctx.state.get("teacher", ctx.source))
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """One step of the student towards the teacher's word, then teacher and memory of the source."""
+        """One step of the student towards the teacher's answer, then the teacher's average and the restoration."""
         student = ctx.forward(x)
         with torch.no_grad():
             target = self._target(ctx, x)
@@ -129,20 +129,18 @@ class CoTTA(Method):
         images = self.normalization.images(x.image("cotta"))
         batch = len(images)
         at_once = max(1, self.chunk // batch)
-        total: Tensor | None = None
+        total = torch.zeros((), device=ctx.device)
         for begin in range(0, self.views, at_once):
             count = min(at_once, self.views - begin)
             views = (self.augment or jitter())(images.expand(count, *images.shape), ctx.generator)
             inputs = x.with_image(self.normalization.inputs(views).flatten(0, 1))
             statistics = ctx.statistics if ctx.share is None or count == 1 else BatchStatistics(ctx.share, groups=count)
             logits = ctx.forward(inputs, ctx.state["teacher"], statistics=statistics)
-            part = torch.unflatten(logits, 0, (count, batch)).sum(dim=0)
-            total = part if total is None else total + part
-        assert total is not None
+            total = total + torch.unflatten(logits, 0, (count, batch)).sum(dim=0)
         return total / self.views
 
     def _restored(self, ctx: Context) -> Tensor:
-        """(P,) bool: what goes back to the source."""
+        """(P,) bool: the entries that are reset to the source."""
         if callable(self.restore):
             parts = {name: self.restore(name, p, ctx.count) for name, p in ctx.named(ctx.weights.detach()).items()}
             return ctx.model.join(list(parts.values())) > 0

@@ -6,12 +6,12 @@ Lee et al., "Entropy is not Enough for Test-Time Adaptation: From the Perspectiv
     used    = {i : H_i < limit * ln K  and  drop_i > drop}
     loss    = mean over used i of (exp(E0 - H_i) + exp(drop_i)) H_i              E0 = margin * ln K
 
-where the shuffled image has its patches in random order. Adapts the affine parameters of normalization layers but those of
+where the shuffled image has its patches in random order. Adapts the affine parameters of normalization layers except those of
 the last quarter of the blocks and the final norm, as SAR does, with BatchNorm on batch statistics; needs images; two forwards
 and one backward per batch. H is the objective's entropy; the drop is of softmax probabilities whatever the objective.
 
-The second forward sees the whole batch, with BatchNorm on the statistics of the samples that passed the first filter: the
-same numbers as the published code, which cuts the batch down to them, without waiting for the device.
+The second forward gets the whole batch, with BatchNorm on the statistics of the samples that passed the first filter. This
+gives the numbers of the published code, which cuts the batch down to these samples, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeYO(Method):
     """DeYO, with any objective.
 
     Args:
-        limit: a sample with an entropy of this share of ln K or more is never used, > 0.
+        limit: a sample is used only if its entropy is below this share of ln K, > 0.
         margin: E0 in the weight, as a share of ln K, > 0.
         drop: by how much the probability of the predicted class must drop, in [-1, 1).
         patches: the image is cut into patches x patches, at least 2.
@@ -50,9 +50,8 @@ class DeYO(Method):
     Example:
         >>> import come
         >>> from torch import nn
-        >>> model = nn.Sequential(
-        ...     nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(128, 4)
-        ... )
+        >>> layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8)
+        >>> model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 4))
         >>> come.adapt(model, DeYO(limit=1.0)).step(torch.rand(10, 3, 8, 8)).used.shape
         torch.Size([10])
     """
@@ -77,16 +76,16 @@ class DeYO(Method):
         require_int("patches", self.patches, 2)
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """There must be images, large enough to be cut."""
+        """Images that are large enough to be cut."""
         h, w = x.image("deyo").shape[-2:]
         if self.shuffle is None and min(h, w) < self.patches:
             raise InputError(
-                f"images of {h}x{w} cannot be cut into {self.patches}x{self.patches} patches; use larger images or fewer "
-                "patches"
+                f"images must be at least {self.patches}x{self.patches} to be cut into that many patches, got {h}x{w}; use "
+                "larger images or fewer patches"
             )
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict, destroy the shape and predict again; then one step on what depended on it."""
+        """Predict, destroy the shape, predict again, and take one step on the samples whose prediction depended on it."""
         images = x.image("deyo")
         logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
@@ -106,13 +105,13 @@ class DeYO(Method):
         return Step(logits, entropy, used)
 
     def _shuffled(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Patches of each image in a random order of its own; a size that cannot be cut evenly is resized for it."""
+        """The patches of each image in its own random order; a size that cannot be divided evenly is resized and back."""
         b, c, h, w = images.shape
         n = self.patches
         size = (h // n * n, w // n * n)
-        even = (
-            images if size == (h, w) else F.interpolate(at_least_float32(images), size, mode="bilinear", antialias=True)
-        )
+        even = images
+        if size != (h, w):
+            even = F.interpolate(at_least_float32(images), size, mode="bilinear", antialias=True)
         grid = even.view(b, c, n, size[0] // n, n, size[1] // n).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
         order = torch.rand(b, n * n, generator=generator, device=images.device).argsort(dim=1)
         grid = torch.unflatten(grid.gather(1, order.view(b, -1, 1, 1, 1).expand_as(grid)), 1, (n, n))

@@ -7,9 +7,9 @@ Niu et al., "Efficient Test-Time Model Adaptation without Forgetting", ICML 2022
     loss        mean over used i of exp(E0 - H_i) H_i  +  beta * sum_j F_j (theta_j - theta0_j)^2
     F           mean over source batches of (d/dtheta  cross-entropy(f(x), argmax f(x)))^2
 
-Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs source batches for F (none
-with `beta=0`, which is the ETA of the paper); one forward and one backward per batch. H is the objective's entropy in the
-filter, the weight and the loss; the redundancy filter uses softmax probabilities whatever the objective, as published.
+Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs source batches for F (none with
+`beta=0`, which is the ETA of the paper); one forward and one backward per batch. H is the objective's entropy in the filter,
+the weight and the loss; the redundancy filter uses softmax probabilities whatever the objective, as published.
 
 Deviations from the published code: `reset()` also clears the average of probabilities, which survives there.
 """
@@ -37,8 +37,8 @@ class EATA(Method):
     """EATA, with any objective.
 
     Args:
-        source: batches of unlabelled source data, of the same form as the batches to come; the paper uses 2,000 images. They
-            are read once and not kept.
+        source: batches of unlabelled source data in the form of the test batches, read once and not kept; the paper uses 2,000
+            images.
         margin: E0 as a share of ln K, > 0.
         redundancy: a sample is redundant from this absolute cosine on, > 0.
         beta: strength of the anti-forgetting term, >= 0; with 0 no source data is needed.
@@ -101,7 +101,7 @@ class EATA(Method):
         return Step(logits, entropy, used)
 
     def _fisher(self, ctx: Context) -> Tensor:
-        """Mean over the source batches of the squared gradient of the cross-entropy towards the model's own prediction."""
+        """Mean over the source batches of the squared gradient of the cross-entropy with the model's own prediction."""
         if self.source is None:
             raise ConfigError(
                 f"eata needs source batches for its Fisher matrix (beta is {self.beta:g}): pass source=, an iterable of "
@@ -113,14 +113,12 @@ class EATA(Method):
                 logits = ctx.forward(ctx.model.read((batch,)), statistics=BatchStatistics())
             except (TypeError, InputError) as error:
                 raise InputError(
-                    f"the model cannot take a source batch ({error}); source batches are handed to it as they are: if your "
-                    "loader gives (images, labels), pass source=(x for x, _ in loader)"
+                    f"source batches must be inputs of the model, which failed on one ({error}): if your loader gives "
+                    "(images, labels), pass source=(x for x, _ in loader)"
                 ) from error
             loss = F.cross_entropy(at_least_float32(logits), logits.argmax(dim=1))
             total += ctx.gradient(loss).square()
             batches += 1
         if not batches:
-            raise ConfigError(
-                "source holds no batch (an exhausted iterator?); pass about 2,000 source images in batches"
-            )
+            raise ConfigError("source must hold about 2,000 images in batches, got no batch (an exhausted iterator?)")
         return total / batches

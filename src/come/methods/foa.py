@@ -10,15 +10,14 @@ Niu et al., "Test-Time Model Adaptation with Only Forward Passes", ICML 2024.
 
 Adapts prompts and a shift; no parameter of the model changes. Needs source batches for the statistics, a class token, and a
 model whose logits come from one linear layer: timm's, torchvision's and transformers' ViTs, or any stack of blocks that take
-tokens (B, N, d). `population` forwards per batch, in chunks; the patch embedding is computed once.
-
-H is the objective's entropy: with "em" this is the published fitness.
+tokens (B, N, d). `population` forwards per batch, in chunks; the patch embedding is computed once. H is the objective's
+entropy: with "em" this is the published fitness.
 
 Memory: that of one forward of `chunk` images, and CMA-ES's covariance on the CPU: (prompts x d)^2 numbers, 42 MB for ViT-B.
 CMA-ES (the package `cma`) runs on the CPU, so each batch waits for its fitness.
 
-Deviations from the published code: no width is written in; a batch of one has no standard deviation, and that term is left
-out; `cma` draws from a generator of its own, where that code seeds NumPy's global one.
+Deviations from the published code: the width is the model's, not a constant; a batch of one has no standard deviation, and
+that term is left out; `cma` draws from its own generator, where that code seeds NumPy's global one.
 """
 
 from __future__ import annotations
@@ -39,23 +38,19 @@ from come.select import Selector, blocks, norms, nothing
 
 
 class Search(Protocol):
-    """A derivative-free optimizer that is asked for candidates and told their fitness (lower is better)."""
+    """A derivative-free optimizer: asked for candidates, then told their fitness (lower is better)."""
 
     def ask(self, batch: int) -> Tensor:
         """Candidates (n, D) for batch number `batch`."""
-        ...
 
     def tell(self, candidates: Tensor, fitness: Tensor) -> None:
-        """What the candidates (n, D) were worth, (n,)."""
-        ...
+        """The fitness (n,) of candidates (n, D)."""
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next candidates depend on."""
-        ...
+        """Everything that the next candidates depend on."""
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from there."""
-        ...
+        """Continue from a state."""
 
 
 @register
@@ -64,12 +59,12 @@ class FOA(Method):
     """Forward-only adaptation, with any objective.
 
     Args:
-        source: batches of unlabelled source data; the paper uses 32 images. They are read once and not kept.
+        source: batches of unlabelled source data, read once and not kept; the paper uses 32 images.
         prompts: how many, at least 1; or the first ones themselves, (P, d).
         population: candidates for each batch, the best so far included, at least 3.
-        discrepancy: lambda, what the distance to the source statistics counts for, >= 0.
+        discrepancy: lambda, the weight of the distance to the source statistics, >= 0.
         keep: how much of the average behind the shift is kept at each step, in [0, 1].
-        chunk: candidates go through the model at most so many images at a time.
+        chunk: largest number of images that go through the model at once.
         head: the linear layer that gives the logits, or its name; None finds it.
         search: (dimensions, population, seed) -> `Search`; None is CMA-ES.
         seed: of the first prompts and the search.
@@ -115,7 +110,7 @@ class FOA(Method):
         require_int("chunk", self.chunk, 1)
 
     def setup(self, ctx: Context) -> dict[str, Any]:
-        """Where tokens go in and features come out, and the statistics of the source."""
+        """The places where tokens enter and features leave, and the statistics of the source."""
         if self.source is None:
             raise ConfigError(
                 "foa needs source batches for its statistics: pass source=, an iterable of batches with 32 or more "
@@ -134,8 +129,8 @@ class FOA(Method):
                 found.append(seen.class_tokens())
         if tokens is None or sum(map(len, found)) < 2:
             raise ConfigError(
-                f"source holds {sum(map(len, found))} image(s) (an exhausted iterator?); foa needs at least 2 for a standard "
-                "deviation, better 32 or more"
+                "source must hold at least 2 images for a standard deviation, better 32 or more, got "
+                f"{sum(map(len, found))} (an exhausted iterator?)"
             )
         if isinstance(self.prompts, Tensor):
             width = self.prompts.shape[1]
@@ -150,14 +145,14 @@ class FOA(Method):
         }
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """First prompts, no shift yet, a search that has seen nothing."""
+        """The first prompts, no shift, and a new search."""
         width = ctx.fixed["tokens"].width
         if isinstance(self.prompts, Tensor):
             best = self.prompts.detach().clone().to(ctx.device)
         else:
             draw = torch.Generator().manual_seed(self.seed)
             best = (torch.rand(self.prompts, width, generator=draw) * 2 - 1).to(ctx.device) * (6 / width) ** 0.5 / 2
-        search = self._make(best.numel())
+        search = (self.search or CMAES)(best.numel(), self.population, self.seed)
         return {
             "best": best,
             "history": ctx.fixed["source_mean"][-width:].clone(),  # no shift
@@ -172,7 +167,7 @@ class FOA(Method):
 
     @torch.no_grad()
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Evaluate the population, answer with its best, and tell the search."""
+        """Evaluate the population, answer with its best candidate, and tell the search."""
         search = self._search(ctx)
         best = ctx.state["best"]
         drawn = search.ask(ctx.count)
@@ -190,10 +185,12 @@ class FOA(Method):
         ctx.state["history"] = torch.lerp(mean, old, self.keep)
         ctx.state["shifted"] = torch.ones_like(ctx.state["shifted"])
         ctx.state["best"] = candidates[chosen].clone()
-        # The search knows its own candidates by their digits: it is told what it was asked for, unrounded.
+        # The search recognizes its own candidates by their exact values, so they are not rounded.
         told = torch.cat([drawn.double().cpu(), best.double().flatten()[None].cpu()])
         search.tell(told, fitness.double().cpu())
-        self._store(ctx, search)
+        now = search.state()
+        ctx.state |= {f"search.{name}": value for name, value in now.items()}
+        ctx.fixed["live"]["search"] = (search, now)
         return Step(answer, entropy[chosen], ctx.valid)
 
     def _answer(self, ctx: Context, features: Tensor) -> Tensor:
@@ -230,30 +227,20 @@ class FOA(Method):
         )
         return logits, features, statistics
 
-    # ---- search ----
-
-    def _make(self, dimensions: int) -> Search:
-        return (self.search or CMAES)(dimensions, self.population, self.seed)
-
     def _search(self, ctx: Context) -> Search:
-        """The search that the state describes: the one of the last batch, unless a reset, a load or a refusal came between."""
+        """The search of the state: the last batch's object, unless a reset, a load or a refused update came between."""
         mine = {name.removeprefix("search."): v for name, v in ctx.state.items() if name.startswith("search.")}
         live = ctx.fixed["live"].pop("search", None)
         if live is not None and all(mine.get(name) is value for name, value in live[1].items()):
             found: Search = live[0]
             return found
-        search = self._make(ctx.state["best"].numel())
+        search = (self.search or CMAES)(ctx.state["best"].numel(), self.population, self.seed)
         search.restore(mine)
         return search
 
-    def _store(self, ctx: Context, search: Search) -> None:
-        now = search.state()
-        ctx.state |= {f"search.{name}": value for name, value in now.items()}
-        ctx.fixed["live"]["search"] = (search, now)
-
 
 class _Seen:
-    """What passed by while a model ran."""
+    """The tensors that passed while a model ran."""
 
     def __init__(self) -> None:
         self.tokens: Tensor | None = None
@@ -265,14 +252,14 @@ class _Seen:
 
 
 class _Tokens:
-    """Where the tokens of a ViT go into its first block, and the norms behind each block."""
+    """The first block of a ViT, where tokens enter, and the norm layers after each block."""
 
     def __init__(self, first: nn.Module, width: int, taps: list[nn.Module]) -> None:
         self.first, self.width, self.taps = first, width, taps
 
     @classmethod
     def found(cls, ctx: Context, x: Inputs) -> _Tokens:
-        """Look at the model while it runs on `x`."""
+        """Find them while the model runs on `x`."""
         model = ctx.model.model
         kind, names = type(model).__name__, blocks(model)
         refusal = f"foa puts prompts among the tokens of a vision transformer, but {kind} "
@@ -302,20 +289,17 @@ class _Tokens:
             class_token = any(p.ndim == 3 and p.shape[:2] == (1, 1) for p in model.parameters())
         if not class_token:
             raise ModelError(refusal + "has no class token, whose features foa compares; use another method")
-        taps: list[nn.Module] = []
-        for name in names[1:]:
-            inside = [n for n in order if n.startswith(f"{name}.")]
-            if inside:
-                taps.append(layers[inside[0]])
+        first_norms = (next((n for n in order if n.startswith(f"{name}.")), None) for name in names[1:])
+        taps = [layers[name] for name in first_norms if name is not None]
         last = max((i for i, n in enumerate(order) if any(n.startswith(f"{b}.") for b in names)), default=-1)
         if len(taps) != len(names) - 1 or last + 1 >= len(order):
             raise ModelError(refusal + "does not have a norm in each block and one behind the last; use another method")
         return cls(first, shapes[0][-1], [*taps, layers[order[last + 1]]])
 
     def hooks(self, seen: _Seen, prompts: Tensor | None, tokens: Tensor | None) -> list[Callable[[], Any]]:
-        """For a call in which the first block takes each of `prompts` (C, P, d) together with the batch, (C B, N + P, d).
+        """Hooks for a forward in which the first block gets each of `prompts` (C, P, d) with the batch, (C B, N + P, d).
 
-        The batch's tokens are `tokens`, or those that come along; they and the outputs of the taps are in `seen` afterwards.
+        The batch's tokens are `tokens`, or those that arrive; afterwards they and the outputs of the taps are in `seen`.
         """
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,7 +321,7 @@ class _Tokens:
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The tokens among the arguments of a block, and a function that puts others in their place."""
+    """The tokens among the arguments of a block, and a function that replaces them."""
     if args and isinstance(args[0], Tensor):
         return args[0], lambda new: ((new, *args[1:]), kwargs)
     named = next((key for key, value in kwargs.items() if isinstance(value, Tensor) and value.ndim >= 3), None)
@@ -358,7 +342,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 class CMAES:
-    """CMA-ES of the package `cma`, with random numbers of its own and a state made of tensors.
+    """CMA-ES of the package `cma`, with its own random numbers and a state made of tensors.
 
     Args:
         dimensions: D.
@@ -396,7 +380,7 @@ class CMAES:
         return torch.from_numpy(self._numpy.stack(self._es.ask()))
 
     def tell(self, candidates: Tensor, fitness: Tensor) -> None:
-        """Move on; candidates from outside are welcome."""
+        """Update the strategy; candidates may come from outside."""
         self._es.tell(list(candidates.double().numpy()), fitness.double().tolist())
 
     def _parts(self) -> dict[str, Any]:
@@ -404,7 +388,7 @@ class CMAES:
         return {"es": es, "sampler": es.sm, "step_size": es.adapt_sigma, "scaling": es.sigma_vec}
 
     def state(self) -> dict[str, Tensor]:
-        """Every number and array that the strategy consists of; what is infinite is a limit that a new one has, too."""
+        """Every finite number and array of the strategy; infinite ones are limits, which a new one has too."""
         np = self._numpy
         found: dict[str, Tensor] = {}
         for part, thing in self._parts().items():
@@ -420,7 +404,7 @@ class CMAES:
         return found
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state()`."""
+        """Continue from `state()`."""
         self._es.ask()  # some of its attributes are made on first use
         for key, value in state.items():
             part, _, name = key.partition(".")

@@ -8,10 +8,9 @@ Boudiaf et al., "Parameter-free Online Test-time Adaptation", CVPR 2022.
 with the affinity w of L2-normalized features: the indicator of the k nearest others (knn), exp(-d^2 / 2 s^2) with s the mean
 distance to the k-th nearest (rbf), or the inner product (linear).
 
-Adapts the output only; needs features (a model whose logits come from one linear layer) and more than k samples per batch.
-One forward per batch, BatchNorm on its source statistics. The objective plays no part in it.
-
-It returns log-probabilities, so that a softmax over its output gives them back: nothing is softmaxed twice.
+Adapts only the output; needs features (a model whose logits come from one linear layer) and more than k samples per batch. One
+forward per batch, BatchNorm on its source statistics. The objective is not used. It returns log-probabilities, so a softmax
+over its output gives the probabilities and nothing is normalized twice.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LAME(Method):
         affinity: "knn", "rbf" or "linear".
         k: neighbours, at least 1; a batch needs more than k samples (knn), or at least k (rbf).
         symmetric: average the affinity with its transpose.
-        iterations: at most so many, at least 1.
+        iterations: the largest number, at least 1.
         tolerance: stop when the energy changes by less than this, relatively; not before the third iteration.
         head: the linear layer that gives the logits, or its name; None finds it.
 
@@ -70,7 +69,7 @@ class LAME(Method):
 
     @property
     def corrects(self) -> bool:
-        """Always: that is all it does."""
+        """Always."""
         return True
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class LAME(Method):
         return {"head": Head(ctx.model.model, self.head)}
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """A sample needs neighbours."""
+        """Each sample needs neighbours."""
         least = {"knn": self.k + 1, "rbf": self.k, "linear": 1}[self.affinity]
         if x.size < least:
             raise InputError(
@@ -95,7 +94,7 @@ class LAME(Method):
             )
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
-        """Predict, then let neighbours agree."""
+        """Predict, then make neighbours agree."""
         self.check(ctx, x, False)
         features, logits = ctx.features(x)
         w = self._affinities(F.normalize(at_least_float32(features), dim=1), ctx.valid)
@@ -103,11 +102,11 @@ class LAME(Method):
 
     @torch.no_grad()
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """The same: nothing is remembered."""
+        """The same: LAME has no memory."""
         return Step(self.predict(ctx, x))
 
     def _affinities(self, features: Tensor, valid: Tensor) -> Tensor:
-        """(B, B); an invalid sample, in whose place a copy of a valid one stands, is nobody's neighbour."""
+        """(B, B); an invalid sample, which a copy of a valid one replaces, is no neighbour of any sample."""
         both = valid & valid[:, None]
         if self.affinity == "linear":
             w = features @ features.T
@@ -136,7 +135,7 @@ class LAME(Method):
             z = new.exp()
             now = (z * (unary - pairwise + new)).sum()
             log_z = torch.where(done, log_z, new)
-            if i >= 2:  # the rule is read on the device: a GPU runs on, with the answer held, and nobody waits for it
+            if i >= 2:  # checked on the device: a GPU continues with the answer held, and the CPU does not wait
                 done = done | ((now - energy).abs() <= self.tolerance * energy.abs())
                 if done.device.type == "cpu" and done:
                     break

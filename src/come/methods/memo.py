@@ -6,18 +6,16 @@ Zhang, Levine and Finn, "MEMO: Test Time Robustness via Adaptation and Augmentat
     theta' = theta - lr dH(m)/dtheta
     answer f_theta'(x), and back to theta
 
-Adapts the whole model to each image by itself; needs images whose normalization is known, because AugMix acts on images in
-[0, 1]. For each image one forward and one backward of all its views, and one forward. Images are a loop, since each has
-weights of its own; their views are one batch.
+Adapts the whole model to each image separately; needs images whose normalization is known, because AugMix acts on images in
+[0, 1]. For each image one forward and one backward of all its views, and one forward. Images are a loop, since each has its
+own weights; their views are one batch. BatchNorm mixes prior/(prior + 1) of its source statistics with 1/(prior + 1) of the
+views' own (of the image's own for the answer), without a gradient through them.
 
-BatchNorm mixes prior/(prior + 1) of its source statistics with 1/(prior + 1) of the views' own (of the image's own for the
-answer), without a gradient through them.
+COME: H is the objective's entropy of the averaged mass, so with opinions that of the view-averaged opinion. The paper only
+says that the objective is replaced; this is our interpretation.
 
-COME: H is the objective's entropy of the averaged mass, so with opinions that of the view-averaged opinion. The paper only says
-that the objective is replaced; this is our reading of it.
-
-Deviation from the published code: the optimizer's moments are forgotten with the weights, where that code carries AdamW's
-from image to image; `quirks=True` does so too.
+Deviation from the published code: the optimizer's moments are reset with the weights, where that code carries AdamW's from
+image to image, as `quirks=True` does.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ from come.model.inputs import Inputs
 from come.optim import OptimizerFactory, adam, sgd
 from come.select import Selector, everything
 
-TOGETHER = 8
-"""Images whose views are made at once."""
+TOGETHER = 8  # images whose views are made at once
 
 
 @register
@@ -48,8 +45,8 @@ class MEMO(Method):
     Args:
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         views: views of each image, at least 2.
-        augment: makes a view, (images (V, B, C, H, W) in [0, 1], generator) -> images; None is `come.images.augment.augmix()`.
-        prior: how many images BatchNorm's source statistics count for, at least 0; None uses them alone.
+        augment: makes views of images (V, B, C, H, W) in [0, 1] from a generator; None is `come.images.augment.augmix()`.
+        prior: weight of BatchNorm's source statistics, in images, at least 0; None uses them alone.
         quirks: carry the optimizer's moments from image to image, as the published code does.
         seed: of the views.
 
@@ -80,12 +77,11 @@ class MEMO(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("views", self.views, 2, " (one view agrees with itself)")
-        require(
-            self.prior is None or self.prior >= 0, "prior", self.prior, ">= 0, or None for the source statistics alone"
-        )
+        good = self.prior is None or self.prior >= 0
+        require(good, "prior", self.prior, ">= 0, or None for the source statistics alone")
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """The views are made of images."""
+        """The views need images."""
         self.normalization.check(x.image("memo"), "memo", first)
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
@@ -117,13 +113,9 @@ class MEMO(Method):
         return answer, loss.detach()
 
     def _prior(self, ctx: Context) -> Statistics:
-        """BatchNorm on source statistics with a share of those of the batch to come."""
+        """BatchNorm on source statistics mixed with those of the next forward."""
         if self.prior is None:
             return None
-        known = {
-            layer.number: (layer.mean, layer.var)
-            for layer in ctx.batch_norms
-            if layer.mean is not None and layer.var is not None
-        }
+        known = {n.number: (n.mean, n.var) for n in ctx.batch_norms if n.mean is not None and n.var is not None}
         follow = following(known, 1 / (self.prior + 1), correction=1)
         return lambda layer, x: (follow if layer.number in known else batch_statistics)(layer, x)

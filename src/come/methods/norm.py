@@ -1,10 +1,10 @@
 """Norm: BatchNorm statistics of the test batch.
 
-Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation", NeurIPS 2020, and
-Nado et al., "Evaluating prediction-time batch normalization for robustness under covariate shift", 2020.
+Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation", NeurIPS 2020, and Nado et
+al., "Evaluating prediction-time batch normalization for robustness under covariate shift", 2020.
 
-Adapts the statistics of BatchNorm, no parameter; needs nothing; one forward per batch. A model without BatchNorm is left
-as it is. A layer that sees one value per channel (a batch of one at 1x1 resolution) keeps its source statistics.
+Adapts the statistics of BatchNorm, no parameter; needs nothing; one forward per batch. A model without BatchNorm is unchanged.
+A layer that gets one value per channel (a batch of one at 1x1 resolution) keeps its source statistics.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """PL: trains on its own confident labels.
 
-Lee, "Pseudo-Label: The Simple and Efficient Semi-Supervised Learning Method for Deep Neural Networks", ICML workshop 2013,
-as a test-time method.
+Lee, "Pseudo-Label: The Simple and Efficient Semi-Supervised Learning Method for Deep Neural Networks", ICML workshop 2013, as
+a test-time method.
 
     used  = {i : max_k p_ik > threshold}
     loss  = mean over used i of -ln p_i,argmax
 
-Adapts the affine parameters of normalization layers, with BatchNorm on its source statistics; needs nothing; one forward
-and one backward per batch. The objective plays no part in it. COME's paper gives PL the memory and the time of Tent, hence
-that default; the published code that its numbers come from is met with `select=everything(), optimizer="adam"`.
+Adapts the affine parameters of normalization layers, with BatchNorm on its source statistics; needs nothing; one forward and
+one backward per batch. The objective is not used. COME's paper gives PL the memory and the time of Tent, hence this default;
+the published code behind its numbers corresponds to `select=everything(), optimizer="adam"`.
 
-Deviation from the published code: when no sample is confident nothing moves, where that code takes the mean of nothing and
-the model becomes NaN.
+Deviation from the published code: when no sample is confident nothing moves, where that code averages over no samples and the
+model becomes NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PL(Method):
         require(0 <= self.threshold < 1, "threshold", self.threshold, "a probability in [0, 1)")
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict, then one step down the cross-entropy towards the confident predictions."""
+        """Predict, then one step down the cross-entropy with the confident predictions."""
         logits = ctx.forward(x)
         log_p = at_least_float32(logits).log_softmax(dim=1)
         used = ctx.valid & (log_p.detach().exp().amax(dim=1) > self.threshold)

@@ -11,13 +11,12 @@ Correction", WACV 2024.
     answer      ln p + ln prior,  prior = smoothed mean of p over the batch
 
 Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs images whose normalization is
-known for the view of C (none with `consistency=False`). Two forwards and one backward per batch.
+known for the view of C (none with `consistency=False`). Two forwards and one backward per batch. The objective's masses m
+replace the softmax in S, C and H: with "em" these are the published formulae.
 
-The objective's masses m take the place of the softmax in S, C and H: with "em" these are the published formulae.
-
-Deviations from the published code: the view is made of the whole batch and the weights mask it, where that code cuts the batch
-down first (with BatchNorm its statistics are then of fewer samples); the prior multiplies probabilities, as in the paper, where
-that code multiplies logits.
+Deviations from the published code: the view is made of the whole batch and the weights mask it, where that code first cuts the
+batch down (with BatchNorm its statistics are then of fewer samples); the prior multiplies probabilities, as in the paper,
+where that code multiplies logits.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class ROID(Method):
     Args:
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         consistency: also ask for the same answer on a view of each image.
-        augment: what makes the view, (images (1, B, C, H, W) in [0, 1], generator) -> images; None is a soft
-            `come.images.augment.jitter`.
+        augment: makes views of images (1, B, C, H, W) in [0, 1] from a generator; None is a soft `come.images.augment.jitter`.
         momentum: how much of the adapted weights is kept at each step, in [0, 1].
         average: how much of the average of probabilities is kept at each step, in [0, 1].
         temperature: T of the weights, > 0.
@@ -80,7 +78,7 @@ class ROID(Method):
         require(self.temperature > 0, "temperature", self.temperature, "positive")
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """The view is made of images."""
+        """The view needs images."""
         if self.consistency:
             self.normalization.check(x.image("roid's consistency"), "roid's consistency", first)
 
@@ -90,12 +88,12 @@ class ROID(Method):
         return self.prior_correction
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """An average that prefers no class."""
+        """A uniform average."""
         classes = ctx.classes(x)
         return {"average": torch.full((classes,), 1 / classes, device=ctx.device)}
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict, weigh, one step, and a little way back to the source."""
+        """Predict, weigh the samples, take one step, and go a little way back to the source."""
         logits = ctx.forward(x)
         probability = at_least_float32(logits.detach()).softmax(dim=1)
         weight = self._weight(ctx, probability, self.objective.entropy(logits.detach()))
@@ -131,7 +129,7 @@ class ROID(Method):
 
 
 def soft_likelihood_ratio(mass: Tensor) -> Tensor:
-    r"""Soft likelihood ratio of log-masses (..., M): :math:`-\sum_j p_j \ln(p_j / (1 - p_j))`, p cut at 0.99.
+    r"""Soft likelihood ratio of log-masses (..., M), :math:`-\sum_j p_j \ln(p_j / (1 - p_j))` with p cut at 0.99.
 
     Unlike the entropy it keeps a gradient for samples that are nearly certain.
 

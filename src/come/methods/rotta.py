@@ -10,13 +10,12 @@ Yuan, Xie and Li, "Robust Test-Time Adaptation in Dynamic Scenarios", CVPR 2023.
     teacher <- (1 - nu) teacher + nu student
     BatchNorm's statistics <- (1 - alpha) old + alpha those of the memory, at each step
 
-Adapts the affine parameters of normalization layers and the statistics of BatchNorm; needs images whose normalization is known,
-because the views are made of images in [0, 1]. One forward per batch; at each step two more and one backward.
+Adapts the affine parameters of normalization layers and the statistics of BatchNorm; needs images whose normalization is
+known, because the views are made of images in [0, 1]. One forward per batch; at each step two more and one backward. C is the
+objective's consistency; H, which ranks the memory, is the softmax entropy whatever the objective.
 
-C is the objective's consistency; H, which orders the memory, is the softmax entropy whatever the objective.
-
-Memory: `capacity` images. Which sample enters depends on the one before it, so the ledger (three numbers per sample) is kept on
-the CPU and each batch waits for its predictions there; the images stay on the device.
+Memory: `capacity` images. Which sample enters depends on the one before it, so the ledger (three numbers per sample) is kept
+on the CPU and each batch waits for its predictions there; the images stay on the device.
 
 Deviation from the published code: no gradient flows through the batch's share (alpha) of the statistics.
 """
@@ -53,7 +52,7 @@ class RoTTA(Method):
         alpha: share of the memory's statistics in BatchNorm's at each step, in [0, 1].
         age_weight: how much age counts against a sample, >= 0.
         doubt_weight: how much entropy counts against a sample, >= 0.
-        augment: what makes the student's view, (images (1, B, C, H, W) in [0, 1], generator) -> images; None is
+        augment: makes the student's view of images (1, B, C, H, W) in [0, 1] from a generator; None is
             `come.images.augment.jitter()`.
         seed: of the views.
 
@@ -97,7 +96,7 @@ class RoTTA(Method):
         require(self.doubt_weight >= 0, "doubt_weight", self.doubt_weight, ">= 0")
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """The memory holds images of one size, and nothing else."""
+        """The memory holds nothing but images of one size."""
         images = x.image("rotta")
         self.normalization.check(images, "rotta", first)
         if sum(isinstance(value, Tensor) for value in x.values()) > 1:
@@ -130,7 +129,7 @@ class RoTTA(Method):
         return Frozen(ctx.state.get("teacher", ctx.source), self._statistics(ctx, "teacher"))
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """The teacher's answer; then the batch goes into the memory, sample by sample, with a step when one is due."""
+        """Answer with the teacher, then put the batch into the memory, sample by sample, with a step when one is due."""
         images = x.image("rotta")
         with torch.no_grad():
             logits = self.predict(ctx, x)
@@ -152,7 +151,7 @@ class RoTTA(Method):
     def _remember(
         self, ctx: Context, images: Tensor, samples: range, label: list[int], doubt: list[float], classes: int
     ) -> list[int]:
-        """Put samples into the memory, one after the other; the numbers in the batch of those that are in it at the end."""
+        """Put samples into the memory one by one; return the numbers in the batch of those that are in it at the end."""
         labels = ctx.state["ledger.label"].tolist()
         ages = ctx.state["ledger.age"].tolist()
         doubts = ctx.state["ledger.entropy"].tolist()
@@ -190,7 +189,7 @@ class RoTTA(Method):
         return list(placed.values())
 
     def _update(self, ctx: Context, x: Inputs) -> None:
-        """One step of the student on the memory, and the teacher after it."""
+        """One step of the student on the memory, then the teacher's average."""
         filled = ctx.state["ledger.label"] >= 0
         memory = ctx.state["images"][filled.to(ctx.state["images"].device)]
         age = (ctx.state["ledger.age"][filled].float() / self.capacity).to(memory.device)

@@ -8,12 +8,12 @@ Niu et al., "Towards Stable Test-time Adaptation in Dynamic Wild World", ICLR 20
     theta <- theta - lr * d/dtheta mean_R' H (theta + e)
     m     <- 0.9 m + 0.1 mean_R' H (theta + e);  if m < recover_below: back to the source
 
-Adapts the affine parameters of normalization layers but those of the last quarter of the blocks and the final norm, with
+Adapts the affine parameters of normalization layers except those of the last quarter of the blocks and the final norm, with
 BatchNorm on batch statistics; needs nothing; two forwards and two backwards per batch.
 
-Deviations from the published code, all undone by `quirks=True`: a recovery also clears the moving average and the momentum,
-which survive there; when no sample is reliable nothing moves, where the published optimizer still takes a momentum step.
-`reset()` always clears everything.
+Deviations from the published code, all undone by `quirks=True`: a recovery also clears the moving average and the momentum;
+when no sample is reliable nothing moves, where the published optimizer still takes a momentum step. `reset()` always clears
+everything.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SAR(Method):
         require(self.recover_below >= 0, "recover_below", self.recover_below, ">= 0 (0 never recovers)")
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """No moving average yet, and no recoveries."""
+        """No moving average and no recoveries yet."""
         return {
             "average": torch.zeros((), device=ctx.device),
             "averaged": torch.zeros((), dtype=torch.bool, device=ctx.device),
@@ -75,7 +75,7 @@ class SAR(Method):
         }
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict, climb, then descend from there; recover if the loss has become too small to be true."""
+        """Predict, climb, then descend from there; recover if the loss has become implausibly small."""
         logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
@@ -93,7 +93,7 @@ class SAR(Method):
         return Step(logits, entropy, used)
 
     def _watch(self, ctx: Context, loss: Tensor, some: Tensor) -> None:
-        """Follow the loss and recover where its moving average has fallen below the limit."""
+        """Update the moving average of the loss, and recover if it has fallen below the limit."""
         average, averaged = ctx.state["average"], ctx.state["averaged"]
         followed = torch.where(averaged, 0.9 * average + 0.1 * loss, loss)
         average, averaged = torch.where(some, followed, average), averaged | some

@@ -1,4 +1,4 @@
-r"""Steady: keeps its answers spread, stays near the source, and learns only while many classes come by.
+r"""Steady: keeps its answers diverse, stays near the source, and learns only while the stream has many classes.
 
 With the class masses b_i of a batch (the objective's mass, "I do not know" divided evenly over the classes), their average
 :math:`\bar b`, a running average a of it, and :math:`\hat g = g / \lVert g \rVert`:
@@ -7,13 +7,13 @@ With the class masses b_i of a batch (the objective's mass, "I do not know" divi
           \theta \leftarrow \theta - \eta \, s \, \lVert \theta_0 \rVert \, \hat g, \qquad
           \theta \leftarrow \theta + \rho (\theta_0 - \theta)
 
-The second term is the entropy of the averaged answer, negated: predicting one class for every sample is penalized. The step
-has a length relative to the norm of the source's parameters, whatever the size of the gradient, so one rate serves networks of
-any recipe. The pull :math:`\rho` bounds how far a long stream can go.
+The second term is the entropy of the averaged answer, negated: predicting one class for every sample is penalized. The length
+of a step is relative to the norm of the source's parameters, whatever the size of the gradient, so one rate serves differently
+trained networks. The pull :math:`\rho` bounds how far a long stream can move the weights.
 
-The term is right while classes come in about equal numbers, and drives answers away from the truth where few classes come for
-long. So the step is scaled by how many classes are being answered, and by how much the model leaves open: with the probability
-c that two recent answers agree, counted over pairs of samples, and the mean entropy of the softmax,
+The term is right while classes come in about equal numbers, and pushes answers away from the truth on a long stretch of few
+classes. So the step is scaled by how many classes are predicted, and by how uncertain the model is: with the probability c
+that two recent answers agree, counted over pairs of samples, and the mean entropy of the softmax,
 
 .. math:: s = \mathrm{clip}_0^1\left(\frac{1 / (K c) - 0.7}{0.15}\right)
               \mathrm{clip}_0^1\left(\frac{\bar H(p)}{0.3 \ln K}\right)
@@ -21,22 +21,22 @@ c that two recent answers agree, counted over pairs of samples, and the mean ent
 1/c is the effective number of classes. Below 0.7 K nothing is learned, whether few classes come or the model has begun to
 collapse, and the pull leads back to the source. A model that is sure of everything has nothing to learn.
 
-With `prior_correction` the answer is corrected by what the batch says about its classes. Two samples of a batch agree more
-often than samples of different batches if classes come together (frames of a video, a sorted list): that excess, :math:`r`, is
-the correlation within a batch, and makes the classes of the batch a Dirichlet-multinomial with mean :math:`\mu` (the long-run
+With `prior_correction` the answer is corrected by the classes of the batch. Two samples of a batch agree more often than
+samples of different batches if classes come together (frames of a video, a sorted list): that excess, :math:`r`, is the
+correlation within a batch, and makes the classes of the batch a Dirichlet-multinomial with mean :math:`\mu` (the long-run
 average of p) and :math:`\alpha = (1 - r) / r`. From the n - 1 others, counted by their own corrected answers q:
 
 .. math:: \pi_{ik} = \frac{\alpha \mu_k + \sum_{j \ne i} q_{jk}}{\alpha + n - 1}, \qquad
           q_i = \mathrm{softmax}(f_i + \ln \pi_i - \ln \mu)
 
-A change of the domain also makes samples of a batch agree more, and cannot be told apart for certain: r counts only where
+A change of the domain also makes samples of a batch agree more, and cannot be told apart with certainty: r counts only where
 agreement within a batch is at least twice that between batches, fully from 3.5 times on, and the correction is off by default.
 
 Adapts the affine parameters of normalization layers, on the BatchNorm statistics that the guard chooses, and on the source's
 without a guard: those of a batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward
-and one backward per batch.
-Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (arXiv 2511.03256), which replaces a part of the
-entropy by a running class marginal. See docs/steady.md for how it was found, what each part does, and where it fails.
+and one backward per batch. Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (arXiv 2511.03256),
+which replaces a part of the entropy by a running class marginal. See docs/steady.md for how it was found, what each part does,
+and where it fails.
 """
 
 from __future__ import annotations
@@ -54,18 +54,12 @@ from come.model.inputs import Inputs, at_least_float32
 from come.objectives import Objective, Softmax
 
 TINY = 1e-6
-WINDOW = 64
-"""Samples that `memory`, `pull` and the learning rate are stated for."""
-SPREAD = (0.7, 0.85)
-"""Effective number of classes, relative to K, from which the step is above zero, and from which it is whole."""
-TOGETHER = (2.0, 3.5)
-"""Agreement within batches, relative to that between them, from which answers are corrected, and from which fully."""
-OPEN = 0.3
-"""Mean entropy of the softmax, relative to ln K, from which the step is whole."""
-CAUTIOUS = 5.0
-"""Pairs that are taken to agree before any was seen: a stream must show that it has many classes."""
-DOUBTED = 50.0
-"""Pairs within batches that are taken to agree as those between them do."""
+WINDOW = 64  # samples that `memory`, `pull` and the learning rate refer to
+SPREAD = (0.7, 0.85)  # effective number of classes, relative to K, from which the step is positive, and from which full
+TOGETHER = (2.0, 3.5)  # agreement within batches, relative to that between, from which answers are corrected, and fully
+OPEN = 0.3  # mean entropy of the softmax, relative to ln K, from which the step is full
+CAUTIOUS = 5.0  # pairs that count as agreeing before any was seen: a stream must show that it has many classes
+DOUBTED = 50.0  # pairs within batches that count as agreeing like those between batches
 
 
 SOFTMAX = Softmax()
@@ -81,8 +75,8 @@ class Steady(Method):
         pull: rho, the share of the way back to the source for each 64 samples, in [0, 1].
         memory: how much of the running averages is kept over 64 samples, in [0, 1).
         prior_correction: correct the answer by the classes of the batch; for streams whose classes come together and whose
-            domain changes seldom.
-        rounds: how often the correction counts again.
+            domain changes rarely.
+        rounds: iterations of the correction.
 
     Example:
         >>> import come
@@ -115,14 +109,14 @@ class Steady(Method):
         return self.prior_correction
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """Nothing seen yet: sums over samples of class masses, probabilities and votes; agreeing pairs, and pairs."""
+        """Sums over samples of class masses, probabilities and votes, and counts of agreeing and all pairs, all zero."""
         classes = ctx.classes(x)
         sizes = {"answers": classes, "classes": classes, "votes": classes, "pairs": 4}
         zeros = {name: torch.zeros(size, device=ctx.device) for name, size in sizes.items()}
         return {"seen": torch.zeros((), device=ctx.device)} | zeros
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict, one step, a little way back to the source, and the corrected answer."""
+        """Predict, take one step, go a little way back to the source, and correct the answer."""
         logits = ctx.forward(x)
         mass = self.objective.log_mass(logits)
         entropy = -(mass.exp() * mass).sum(dim=1)
@@ -151,7 +145,7 @@ class Steady(Method):
         return self._corrected(ctx, at_least_float32(logits))[0].to(logits.dtype)
 
     def frozen(self, ctx: Context) -> Frozen:
-        """The weights, if nothing corrects their answers."""
+        """The weights, unless answers are corrected."""
         if self.prior_correction:
             raise ModelError(
                 "steady cannot be exported: its prior correction depends on the batch; adapt with prior_correction=False"
@@ -159,7 +153,7 @@ class Steady(Method):
         return Frozen(ctx.weights.detach())
 
     def _scale(self, counted: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
-        """How much of a whole step to take, in [0, 1]: many classes must come, and the model must leave something open."""
+        """The share of a full step to take, in [0, 1]: 0 with few classes, or a model that is sure of everything."""
         within, pairs, between, others = counted.unbind()
         agreeing = (within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)
         classes = logits.shape[1]
@@ -168,12 +162,12 @@ class Steady(Method):
         return spread * (left_open / OPEN).clamp(0, 1)
 
     def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:
-        """A running sum over samples with those of this batch."""
+        """A running sum over samples, this batch included."""
         keep = self.memory ** (ctx.valid.sum() / WINDOW)
         return ctx.state[name] * keep + value.detach().to(ctx.state[name])
 
     def _corrected(self, ctx: Context, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The answer under the classes of this batch, and what is known after it."""
+        """The answer given the classes of this batch, and the running sums after it."""
         valid, classes, count = ctx.valid[:, None], logits.shape[1], ctx.valid.sum()
         seen, known = ctx.state["seen"], ctx.state["classes"]
         p = torch.where(valid, logits.softmax(dim=1), 0)

@@ -8,9 +8,8 @@ Iwasawa and Matsuo, "Test-Time Classifier Adjustment Module for Model-Agnostic D
     logits     f(x) . c_k                                          0 for a class without support
 
 Adapts the classifier, through prototypes; no parameter of the model changes. Needs features: a model whose logits come from
-one linear layer. One forward per batch, BatchNorm on its source statistics. The objective plays no part in it.
-
-Memory: K x M features; with M = None ("keep all") only their sum, K features, because then nothing is ever taken out again.
+one linear layer. One forward per batch, BatchNorm on its source statistics. The objective is not used. Memory: K x M features;
+with M = None ("keep all") only their sum, K features, because then nothing is ever removed.
 
 Deviation from the published code: its "keep all" drops one support of each class in each batch; ours keeps all.
 """
@@ -31,8 +30,7 @@ from come.model.inputs import Inputs, at_least_float32
 from come.objectives import Softmax
 from come.select import Selector, nothing
 
-EMPTY = 1e9
-"""In the place of the entropy of a support that is not there: larger than any."""
+EMPTY = 1e9  # entropy of a missing support: larger than any
 
 
 @register
@@ -113,7 +111,7 @@ class T3A(Method):
         return F.normalize(total, dim=1)
 
     def _with(self, state: dict[str, Tensor], features: Tensor, logits: Tensor, valid: Tensor) -> dict[str, Tensor]:
-        """`state` with the valid ones added of the samples that have these features and logits."""
+        """`state` with the valid samples of these features and logits added."""
         label, entropy = logits.argmax(dim=1), Softmax().entropy(logits)
         if self.supports is None:
             total = state["sum"]
@@ -130,9 +128,8 @@ class T3A(Method):
         owner, entropy = owner[order], entropy[order]
         rank = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
         kept_ones = torch.cat([torch.ones_like(old_entropy, dtype=torch.bool).flatten(), valid])[order]
-        place = torch.where(
-            kept_ones & (rank < size), owner * size + rank, classes * size
-        )  # the last one is thrown away
+        # All that are not kept go to one more place, which is dropped.
+        place = torch.where(kept_ones & (rank < size), owner * size + rank, classes * size)
         kept = torch.zeros(classes * size + 1, dtype=order.dtype, device=order.device).scatter(0, place, order)[:-1]
         new_entropy = entropy.new_full((classes * size + 1,), EMPTY).scatter(0, place, entropy)[:-1]
         return {"support": support[kept].view_as(old), "entropy": new_entropy.view(classes, size)}

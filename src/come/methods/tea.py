@@ -7,13 +7,12 @@ Yuan et al., "TEA: Test-time Energy Adaptation", CVPR 2024.
     loss   = mean E(x) - mean E(y)
 
 Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs images (or any one tensor of
-floating-point inputs) whose normalization is known. 22 + 1 forwards and 21 backwards per batch of 20 SGLD steps. The
-objective plays no part in it.
+floating-point inputs) whose normalization is known. 22 + 1 forwards and 21 backwards per batch with 20 SGLD steps. The
+objective is not used. Memory: the buffer holds `buffer` inputs, on the CPU if asked: 10,000 images of 224 x 224 in float32
+take 6 GB.
 
-Memory: the buffer holds `buffer` inputs, on the CPU if asked: 10,000 images of 224 x 224 in float32 take 6 GB.
-
-Deviations from the published code: dreams start uniformly in the range of images, [0, 1] before normalization, where that
-code draws from [-1, 1] whatever the data; `reset()` also empties the buffer.
+Deviations from the published code: dreams start uniformly in the range of images, [0, 1] before normalization, where that code
+draws from [-1, 1] whatever the data; `reset()` also empties the buffer.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class TEA(Method):
         dreams: SGLD steps, at least 1.
         step_size: of SGLD, > 0.
         noise: standard deviation of SGLD's noise, >= 0.
-        fresh: share of dreams that start anew and not from the buffer, in [0, 1].
-        buffer: how many dreams are kept, at least 1.
+        fresh: share of dreams that start from new noise and not from the buffer, in [0, 1].
+        buffer: number of dreams that are kept, at least 1.
         buffer_device: "model" or "cpu".
-        start: your own start of the dreams, in place of the buffer: (batch, -1, like) -> tensor.
-        draw: your own standard normal noise: (batch, SGLD step, like) -> tensor.
+        start: replaces the buffer as the start of dreams: (batch, -1, like) -> tensor.
+        draw: replaces the standard normal noise: (batch, SGLD step, like) -> tensor.
         seed: of the random numbers.
 
     Example:
@@ -89,7 +88,7 @@ class TEA(Method):
             self.on_host = ("buffer",)  # type: ignore[misc]
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:
-        """The dreams are images of one size."""
+        """The buffer holds images of one size."""
         images = x.image("tea")
         self.normalization.check(images, "tea", first)
         same_size(images, ctx.state.get("buffer", images), "TEA's buffer")
@@ -104,7 +103,7 @@ class TEA(Method):
         return {"buffer": kept.cpu() if self.buffer_device == "cpu" else kept}
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Dream, then one step that lowers the energy of the batch against that of the dreams; predict after it."""
+        """Dream, then one step that lowers the energy of the batch relative to that of the dreams; predict after it."""
         dream, places = self._begin(ctx, x.image("tea"))
         dream = self._dream(ctx, x, dream)
         real = energy(ctx.forward(x))
@@ -117,7 +116,7 @@ class TEA(Method):
         return Step(logits, real, ctx.valid)
 
     def _begin(self, ctx: Context, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Where the dreams start, and the places in the buffer that they came from."""
+        """The start of the dreams, and their places in the buffer."""
         if self.start is not None:
             return self.start(ctx.count, -1, images).to(images), None
         batch, kept = len(images), ctx.state["buffer"]

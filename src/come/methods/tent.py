@@ -7,8 +7,8 @@ Wang et al., "Tent: Fully Test-time Adaptation by Entropy Minimization", ICLR 20
 Adapts the affine parameters of normalization layers, with BatchNorm on batch statistics; needs nothing; one forward and one
 backward per batch. The prediction is the forward made before the update.
 
-With `keep` below 1, only that share of the batch with the lowest entropy is used: the first figure of the COME paper,
-which shows that filtering alone does not save entropy minimization.
+With `keep` below 1, only that share of the batch with the lowest entropy is used: the first figure of the COME paper, which
+shows that filtering alone does not save entropy minimization.
 """
 
 from __future__ import annotations

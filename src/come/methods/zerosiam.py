@@ -1,20 +1,20 @@
 r"""ZeroSiam (Chen et al., ICLR 2026): a predictor before the classifier makes entropy minimization asymmetric.
 
-With the features f of a sample, the classifier h, a matrix P that is the identity at first, and the masses
-:math:`o = m(h(P f))` and :math:`t = m(h(f))`, the second without a gradient:
+With the features f of a sample, the classifier h, a matrix P that starts as the identity, and the masses :math:`o = m(h(P f))`
+and :math:`t = m(h(f))`, the second without a gradient:
 
 .. math:: L = \frac1n \sum_i H(o_i) + \mathrm{KL}(t_i \| o_i) + \mathrm{KL}(o_i \| t_i)
 
-A collapse that makes all answers alike would have to pass through P, which moves away from the identity and pays for it in the
-divergence. The gradient goes into P and, through f, into the affine parameters of the normalization layers, with BatchNorm on
-batch statistics; each has its own learning rate. The answer is h(f). Needs the features, no source data; one forward and one
-backward.
+A collapse that makes all answers alike would have to pass through P, which moves away from the identity, and the divergence
+penalizes that. The gradient goes into P and, through f, into the affine parameters of the normalization layers, with BatchNorm
+on batch statistics; each has its own learning rate. The answer is h(f). Needs the features, no source data; one forward and
+one backward.
 
 The published factors on the base rate (norm layers and predictor) are 5 and 5 for ViT-B, 10 and 100 for ViT-S, ResNet50-GN and
-ConvNeXt-T, 10 and 50 for Swin-T. The default is that of ViT-B for every model: a rate five times Tent's for both.
+ConvNeXt-T, 10 and 50 for Swin-T. The default is that of ViT-B for every model: five times Tent's rate for both.
 
 Beyond the published code: any objective, with its masses in place of the softmax; the divergence of a probability that
-underflows is not NaN; a reset puts back everything, and not the predictor alone.
+underflows is not NaN; a reset restores everything, not only the predictor.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ZeroSiam(Method):
         return {"predictor": start, "velocity": torch.zeros_like(start)}
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict, then descend along the asymmetric loss."""
+        """Predict, then descend the asymmetric loss."""
         features, logits = ctx.features(x)
         target = self.objective.log_mass(logits.detach())
         loss = self._loss(ctx, features, ctx.state["predictor"], target)
@@ -95,12 +95,9 @@ class ZeroSiam(Method):
     def _loss(self, ctx: Context, features: Tensor, predictor: Tensor, target: Tensor) -> Tensor:
         """Entropy of the online mass and its symmetric divergence from the target, (B,)."""
         linear: nn.Linear = ctx.fixed["head"].linear
-        weight, bias = (
-            at_least_float32(linear.weight.detach()),
-            None if linear.bias is None else at_least_float32(linear.bias.detach()),
-        )
-        online = self.objective.log_mass(
-            F.linear(F.linear(at_least_float32(features), predictor.to(weight)), weight, bias)
-        )
+        weight = at_least_float32(linear.weight.detach())
+        bias = None if linear.bias is None else at_least_float32(linear.bias.detach())
+        predicted = F.linear(at_least_float32(features), predictor.to(weight))
+        online = self.objective.log_mass(F.linear(predicted, weight, bias))
         entropy = -(online.exp() * online).sum(dim=1)
         return entropy + ((target.exp() - online.exp()) * (target - online)).sum(dim=1)

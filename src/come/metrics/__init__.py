@@ -1,8 +1,8 @@
-r"""What a run is judged by, on one-dimensional tensors with one entry per sample, on any device.
+"""What a run is judged by, on one-dimensional tensors with one entry per sample, on any device.
 
 A confidence is any score that is larger for a more confident prediction. Equal confidences are accepted together, so no
-value depends on the order of the samples. Infinite confidences are allowed; a NaN is refused with an `InputError`, except
-by `fpr`. Every metric has a value for every set, also for an empty one; `summary` leaves out what says nothing.
+value depends on the order of the samples. Infinite confidences are allowed; a NaN raises an `InputError`, except in
+`fpr`. Every metric has a value for every set, also for an empty one; `summary` leaves out what the data do not define.
 
     counting     accuracy, labelled_mean, dominant_share
     ranking      fpr (the paper's), fpr95 (OpenOOD's), auroc, aupr

@@ -1,4 +1,4 @@
-"""How well probabilities are met: calibration error, log-likelihood, Brier score."""
+"""How well probabilities match outcomes: calibration error, log-likelihood, Brier score."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from come.errors import InputError, require_int
 from come.metrics.checks import alike, no_nan
 
 LARGEST_NLL = 100.0
-"""In nats; the same bound as in PyTorch's `binary_cross_entropy`."""
+"""In nats, as in PyTorch's `binary_cross_entropy`."""
 
 
 def ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, adaptive: bool = False) -> float:
-    r"""Expected calibration error: the gap between confidence and accuracy, averaged over bins of confidence.
+    r"""Expected calibration error in [0, 1]: the gap between confidence and accuracy, averaged over bins of confidence.
 
     .. math:: \mathrm{ECE} = \sum_b \frac{|B_b|}{N} \, \bigl| \mathrm{acc}(B_b) - \mathrm{conf}(B_b) \bigr|
 
     Args:
-        confidence: (N,) in [0, 1], the probability that is claimed; beyond it by up to 1e-3 is rounding, and clamped.
+        confidence: (N,), the claimed probability in [0, 1]; up to 1e-3 outside is rounding, and clamped. Empty gives 0.
         correct: (N,) bool.
         bins: how many, of equal width: (0, 1/bins], (1/bins, 2/bins], ...; 0 belongs to the first.
         adaptive: bins of equal numbers of samples instead; equal confidences stay in one bin, the first they reach.
-
-    Returns:
-        in [0, 1], smaller is better. 0 for an empty set.
 
     Example:
         >>> ece(torch.tensor([1.0, 1.0, 0.5, 0.5]), torch.tensor([True, True, True, False]))
@@ -38,8 +35,8 @@ def ece(confidence: Tensor, correct: Tensor, *, bins: int = 15, adaptive: bool =
     c = confidence.detach().cpu().double()
     if c.min() < -1e-3 or c.max() > 1 + 1e-3:
         raise InputError(
-            f"confidence reaches from {c.min().item():.4g} to {c.max().item():.4g}, but is compared with an accuracy and "
-            "must be in [0, 1]: pass the largest probability or belief, not a logit, an energy or an entropy"
+            f"confidence must be in [0, 1], as it is compared with an accuracy, got {c.min().item():.4g} to "
+            f"{c.max().item():.4g}: pass the largest probability or belief, not a logit, an energy or an entropy"
         )
     c = c.clamp(0, 1)
     if adaptive:
@@ -58,8 +55,9 @@ def nll(log_probability: Tensor, label: Tensor) -> Tensor:
         label: (N,) class indices; negative marks an outlier.
 
     Returns:
-        (N,), in nats, never NaN: in [0, 100]. 0 for outliers, so average it with `labelled_mean`. 100 is the largest
-        value, and the value where the label is none of the K classes or a logit is NaN.
+        (N,) nats in [0, 100], never NaN. 0 for outliers, so average it with `labelled_mean`; 100 where the label is none of
+        the K
+        classes or a logit is NaN.
 
     Example:
         >>> nll(torch.tensor([[0.0, 0.0], [200.0, 0.0], [0.0, 0.0]]), torch.tensor([1, 1, -1]))
@@ -72,15 +70,12 @@ def nll(log_probability: Tensor, label: Tensor) -> Tensor:
 
 
 def brier(log_probability: Tensor, label: Tensor) -> Tensor:
-    r"""Brier score over all classes, per sample: :math:`\sum_k (p_k - [k = y_i])^2`.
-
-    Args:
-        log_probability: (N, K), or logits: they are normalized here, which leaves log-probabilities as they are.
-        label: (N,) class indices; negative marks an outlier.
+    r"""Brier score over all classes, per sample: :math:`\sum_k (p_k - [k = y_i])^2`, of arguments as in `nll`.
 
     Returns:
-        (N,), never NaN: in [0, 2]. 0 for outliers, so average it with `labelled_mean`. 2 is the largest value, and the
-        value where a logit is NaN. A label that is none of the K classes counts as a class of probability 0.
+        (N,) in [0, 2], never NaN. 0 for outliers, so average it with `labelled_mean`; 2 where a logit is NaN. A label that is
+        none
+        of the K classes counts as a class of probability 0.
 
     Example:
         >>> brier(torch.tensor([[0.0, 0.0], [200.0, 0.0], [0.0, 0.0]]), torch.tensor([1, 1, -1]))
@@ -93,10 +88,9 @@ def brier(log_probability: Tensor, label: Tensor) -> Tensor:
 
 
 def _log_softmax(scores: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, K) log-probabilities in float32 or better, and (N,) labels as an index that is always inside."""
+    """Log-probabilities (N, K) in float32 or better, and labels (N,) as indices that are always in range."""
     if scores.ndim != 2 or not scores.shape[1] or label.shape != scores.shape[:1]:
-        raise InputError(
-            f"log_probability has shape {tuple(scores.shape)} and label {tuple(label.shape)}; they must be (N, K) and (N,)"
-        )
+        found = f"{tuple(scores.shape)} and {tuple(label.shape)}"
+        raise InputError(f"log_probability and label must be (N, K) and (N,), got {found}")
     log_p = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(dim=1)
     return log_p, label.long().clamp(0, scores.shape[1] - 1)

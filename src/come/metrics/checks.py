@@ -1,4 +1,4 @@
-"""What all metrics check of their arguments, and the counts that most of them are made of."""
+"""The checks of arguments that all metrics share, and the counts that most of them are made of."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from come.errors import InputError
 
 
 def alike(**columns: Tensor) -> None:
-    """Refuse what is not (N,), all of one N."""
+    """Raise an `InputError` unless all columns are (N,) with one N."""
     shapes = {name: tuple(column.shape) for name, column in columns.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
-        named = " and ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
-        raise InputError(f"{named}; {'both' if len(shapes) == 2 else 'all'} must be (N,)")
+        found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InputError(f"columns must be (N,), all of one length, got {found}")
 
 
 def no_nan(column: Tensor, name: str = "confidence") -> None:
-    """Refuse what cannot be ranked."""
+    """Raise an `InputError` if the column has a NaN, which cannot be ranked."""
     bad = int(column.isnan().sum())
     if bad:
         raise InputError(

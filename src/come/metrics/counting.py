@@ -1,4 +1,4 @@
-"""Shares of samples: of right predictions, and of the class that is predicted most."""
+"""Shares of samples: of correct predictions, and of the most predicted class."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from come.metrics.checks import alike
 
 
 def accuracy(prediction: Tensor, label: Tensor) -> float:
-    r"""Share of labelled samples that are predicted right: :math:`\frac{1}{n} \sum_i [\hat y_i = y_i]`.
+    r"""Share of labelled samples that are predicted right, :math:`\frac{1}{n} \sum_i [\hat y_i = y_i]`.
 
-    Args:
-        prediction: (N,) class indices.
-        label: (N,) class indices; negative marks an outlier, which has no label and does not count.
-
-    Returns:
-        in [0, 1]; NaN if nothing is labelled.
+    Prediction and label are class indices (N,); a negative label marks an outlier, which does not count. NaN if nothing is
+    labelled.
 
     Example:
         >>> import torch
@@ -27,14 +23,9 @@ def accuracy(prediction: Tensor, label: Tensor) -> float:
 
 
 def labelled_mean(values: Tensor, label: Tensor) -> float:
-    r"""Mean over the labelled samples: :math:`\frac{1}{n} \sum_{i : y_i \ge 0} v_i`.
+    r"""Mean in float64 over the labelled samples, :math:`\frac{1}{n} \sum_{i : y_i \ge 0} v_i`.
 
-    Args:
-        values: (N,), for example of `nll` or `brier`.
-        label: (N,) class indices; negative marks an outlier, which does not count.
-
-    Returns:
-        the mean, in float64; NaN if nothing is labelled.
+    Values and labels are (N,); a negative label marks an outlier, which does not count. NaN if nothing is labelled.
 
     Example:
         >>> import torch
@@ -46,15 +37,9 @@ def labelled_mean(values: Tensor, label: Tensor) -> float:
 
 
 def dominant_share(prediction: Tensor) -> float:
-    r"""Share of the class that is predicted most: :math:`\max_k \frac{1}{N} |\{i : \hat y_i = k\}|`.
+    r"""Share of the most predicted class, :math:`\max_k \frac{1}{N} |\{i : \hat y_i = k\}|` of class indices (N,).
 
-    A model that collapses predicts ever fewer classes: the share grows towards 1.
-
-    Args:
-        prediction: (N,) class indices.
-
-    Returns:
-        in [0, 1]; 0 for an empty set.
+    A model that collapses predicts ever fewer classes: the share grows towards 1. It is 0 for an empty set.
 
     Example:
         >>> import torch

@@ -8,26 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from come.errors import require, unknown
+from come.errors import require
 from come.metrics.checks import passing
-from come.metrics.scores import SCORES, Rows
+from come.metrics.scores import SCORES, Rows, require_score
 
 
 def aurc(confidence: Tensor, correct: Tensor) -> float:
-    r"""Area under the risk-coverage curve: the error among the k most confident, averaged over k.
+    r"""Area under the risk-coverage curve: the error among the k most confident samples, averaged over k.
 
     .. math:: \mathrm{AURC} = \frac{1}{N} \sum_{k=1}^{N} \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is wrong}]
 
-    Equal confidences are in random order: the value is the expectation over it. The best that any score could do for
-    these samples is `aurc(correct, correct)`; what is above it is the excess AURC.
-
-    Args:
-        confidence: (N,), larger is more confident.
-        correct: (N,) bool.
-
-    Returns:
-        in [0, 1], smaller is better. 0 if nothing is wrong (or there is nothing), 1 if nothing is right. The error rate
-        if all confidences are equal.
+    Confidence (N,) and correct (N,) bool. Equal confidences are in random order: the value is the expectation over it, the
+    error rate if all are equal. It is in [0, 1], smaller is better; 0 for an empty set. The best that any score could do for
+    these samples is `aurc(correct, correct)`; the rest is the excess AURC.
 
     Example:
         >>> aurc(torch.tensor([0.9, 0.8, 0.1, 0.1]), torch.tensor([True, True, False, True]))  # risks 0, 0, 1/6, 1/4
@@ -42,13 +35,8 @@ def abstention_accuracy(confidence: Tensor, correct: Tensor, coverage: float) ->
 
     .. math:: \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is right}], \quad k = \lceil \text{coverage} \cdot N \rceil
 
-    Args:
-        confidence: (N,), larger is more confident.
-        correct: (N,) bool.
-        coverage: share of the samples that are answered, in (0, 1].
-
-    Returns:
-        in [0, 1]; with equal confidences at the border, the expectation over their random order. 1 for an empty set.
+    Confidence (N,), correct (N,) bool, and a coverage in (0, 1]. With equal confidences at the border it is the expectation
+    over their random order; 1 for an empty set.
 
     Example:
         >>> abstention_accuracy(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, False]), 0.5)
@@ -61,16 +49,12 @@ def abstention_accuracy(confidence: Tensor, correct: Tensor, coverage: float) ->
 
 
 def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
-    r"""The risk-coverage curve: the error among the k most confident, at coverage k / N.
+    r"""The risk-coverage curve: the error among the k most confident samples, at coverage k / N.
 
     .. math:: r_k = \frac{1}{k} \sum_{i \le k} [\text{i-th most confident is wrong}]
 
-    Args:
-        confidence: (N,), larger is more confident.
-        correct: (N,) bool.
-
-    Returns:
-        (N,), float64, k = 1..N; with equal confidences, the expectation over their random order.
+    Confidence (N,) and correct (N,) bool give (N,) float64, k = 1..N; with equal confidences, the expectation over their
+    random order.
 
     Example:
         >>> risk_by_coverage(torch.tensor([0.9, 0.8, 0.7, 0.1]), torch.tensor([True, True, False, True]))
@@ -82,16 +66,13 @@ def risk_by_coverage(confidence: Tensor, correct: Tensor) -> Tensor:
 def selective(
     rows: Rows, *, score: str = "confidence", outliers: bool = True, coverages: Sequence[float] = (0.5, 0.8, 0.9)
 ) -> dict[str, float]:
-    """AURC, and accuracy where a share of the samples is answered, of the rows of a run.
+    """AURC, and the accuracy at some coverages ("accuracy_at_50"), of the rows of a run.
 
     Args:
         rows: label and prediction, (N,), and the column of the score.
         score: a name in `SCORES`.
-        outliers: with them, where an answered outlier is an error; False leaves them out.
-        coverages: the shares.
-
-    Returns:
-        aurc, and accuracy_at_50 and the like, in [0, 1].
+        outliers: count an answered outlier as an error; False leaves outliers out.
+        coverages: shares of the samples to answer.
 
     Example:
         >>> rows = {"label": torch.tensor([0, 1, -1]), "prediction": torch.tensor([0, 1, 0])}
@@ -101,8 +82,7 @@ def selective(
         >>> selective(rows, score="softmax", outliers=False)["accuracy_at_50"]
         1.0
     """
-    if score not in SCORES:
-        raise unknown("score", score, SCORES)
+    require_score(score)
     label, confidence = rows["label"], SCORES[score](rows)
     correct = (label >= 0) & (rows["prediction"] == label)
     if not outliers:

@@ -7,34 +7,36 @@ import math
 import torch
 from torch import Tensor
 
-from come.errors import require_int, unknown
+from come.errors import require_int
 from come.metrics.calibration import ece
 from come.metrics.checks import alike, no_nan
 from come.metrics.counting import accuracy, dominant_share, labelled_mean
 from come.metrics.ranking import aupr, auroc, fpr, fpr95
-from come.metrics.scores import PROBABILITIES, SCORES, Rows
+from come.metrics.scores import PROBABILITIES, SCORES, Rows, require_score
 from come.metrics.selective import abstention_accuracy, aurc
 
 POINTS = 100
-"""No trajectory has more."""
+"""Most points of a trajectory."""
 
 
 def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
     """All metrics of the rows of a run.
 
-    Right are the samples whose label is predicted; wrong are the misclassified ones and the outliers. This is the split
-    of fpr, auroc_correct, aurc and accuracy_at_80 (the accuracy on the most confident 80%). Over labelled samples only:
-    accuracy, ece, brier and nll. Inliers against outliers: auroc_outlier, aupr_in, aupr_out (step form) and fpr95. Over
-    all: samples, outliers, dominant_share and used.
+    Correct are the samples whose label is predicted; wrong are the misclassified ones and the outliers. This is the split of
+    fpr, auroc_correct, aurc and accuracy_at_80 (the accuracy on the most confident 80%). Over labelled samples only: accuracy,
+    ece, brier and nll. Inliers against outliers: auroc_outlier, aupr_in, aupr_out (step form) and fpr95. Over all: samples,
+    outliers, dominant_share and used.
 
     Args:
         rows: label and prediction, (N,), and the column of the score; optionally used, brier and nll.
         score: which confidence, a name in `SCORES`.
 
     Returns:
-        numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts
-        (samples, outliers) without samples, what is over labelled samples without any, auroc_correct if all are right or
-        all wrong, inliers against outliers if one of them is missing, ece for a score that is no probability.
+        numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts (samples,
+        outliers)
+        without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong, inliers
+        against
+        outliers if one of them is missing, ece for a score that is no probability.
 
     Example:
         >>> rows = {"label": torch.tensor([0, 1, 1]), "prediction": torch.tensor([0, 1, 0])}
@@ -42,8 +44,7 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
         >>> found["accuracy"], found["auroc_correct"], "fpr95" in found
         (0.6666666666666666, 1.0, False)
     """
-    if score not in SCORES:
-        raise unknown("score", score, SCORES)
+    require_score(score)
     if not rows or not len(rows["label"]):
         return {"samples": 0.0, "outliers": 0.0}
     label, prediction, confidence = rows["label"], rows["prediction"], SCORES[score](rows)
@@ -61,12 +62,9 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
     if 0 < right < n:
         found["auroc_correct"] = auroc(confidence, correct)
     if 0 < inliers < n:
-        found["auroc_outlier"] = auroc(confidence, inlier)
-        found["aupr_in"] = aupr(confidence, inlier)
-        found["aupr_out"] = aupr(-confidence, ~inlier)
-        found["fpr95"] = fpr95(confidence, inlier)
-    found["fpr"] = fpr(confidence, correct)
-    found["aurc"] = aurc(confidence, correct)
+        found |= {"auroc_outlier": auroc(confidence, inlier), "aupr_in": aupr(confidence, inlier)}
+        found |= {"aupr_out": aupr(-confidence, ~inlier), "fpr95": fpr95(confidence, inlier)}
+    found |= {"fpr": fpr(confidence, correct), "aurc": aurc(confidence, correct)}
     found["accuracy_at_80"] = abstention_accuracy(confidence, correct, 0.8)
     found["dominant_share"] = dominant_share(prediction)
     if "used" in rows:
@@ -77,13 +75,13 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
 def trajectory(
     rows: Rows, *, batch_size: int = 64, window: int | None = None, score: str = "confidence"
 ) -> dict[str, Tensor]:
-    """How a run went along its stream, at no more than 100 points, each behind a whole number of batches.
+    """How the metrics of a run develop along its stream, at no more than 100 points, each after a whole number of batches.
 
     Args:
-        rows: in the order of the stream: label, prediction, confidence, entropy, uncertainty and norm, (N,), and the column
-            of the score.
+        rows: in the order of the stream: label, prediction, confidence, entropy, uncertainty and norm, (N,), and the column of
+            the score.
         batch_size: samples in a batch.
-        window: samples that the means look back on; by default, those since the point before.
+        window: samples that the means look back on; by default, those since the previous point.
         score: what the FPR ranks samples by, a name in `SCORES`.
 
     Returns:
@@ -104,8 +102,7 @@ def trajectory(
     require_int("batch_size", batch_size, 1)
     if window is not None:
         require_int("window", window, 1, ", or None")
-    if score not in SCORES:
-        raise unknown("score", score, SCORES)
+    require_score(score)
     means = ("confidence", "entropy", "uncertainty", "norm")
     columns = {name: rows[name].cpu() if rows else torch.zeros(0) for name in ("label", "prediction", *means)}
     ranked = SCORES[score](rows).cpu() if rows else torch.zeros(0)
