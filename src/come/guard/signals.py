@@ -20,10 +20,8 @@ from come.state.trees import replace
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance", "confidence")
 BANDED = SIGNALS[:-1]
-LOW = {"entropy", "uncertainty"}
-"""A collapse lowers these and raises the others."""
-FIRST = 3
-"""Windows that give the middle of a band: the weights have hardly moved by then."""
+LOW = {"entropy", "uncertainty"}  # a collapse lowers these and raises the others
+FIRST = 3  # windows that give the middle of a band: the weights have hardly moved by then
 
 
 def observe(
@@ -94,8 +92,7 @@ class Bands:
 
     warmup: int
     rows: tuple[tuple[float, ...], ...] = ()
-    seen: int = 0
-    """Windows so far, warm-up included."""
+    seen: int = 0  # windows, warm-up included
 
     @property
     def ready(self) -> bool:
