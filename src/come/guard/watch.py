@@ -343,7 +343,9 @@ class Watch:
             "sums": "sums" not in saved or (saved["sums"].ndim == 1 and _in_range(saved["sums"])),
         }
         if wrong := [name for name, good in sound.items() if not good]:
-            raise StateError(f"guard.{wrong[0]} of the state has a wrong shape, or values out of range; use an older snapshot")
+            raise StateError(
+                f"guard.{wrong[0]} of the state has a wrong shape, or values out of range; use an older snapshot"
+            )
         numbers: dict[str, Any] = {}
         for name, (kind, low, high) in _NUMBERS.items():
             numbers[name] = kind(saved_number(f"guard.{name}", saved[name], low, high, whole=kind is not float))
