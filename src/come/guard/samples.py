@@ -23,22 +23,15 @@ def no_history(device: torch.device) -> Tensor:
 
 
 def judge(x: Inputs, history: Tensor, largest: float, branch: bool = False) -> tuple[Inputs, Tensor, Tensor]:
-    """Find invalid samples, and replace each by a valid one, so that BatchNorm and sums over the batch stay sound.
+    """Replace each invalid sample by a valid one, so that BatchNorm and sums over the batch stay sound.
 
-    Args:
-        x: the batch.
-        history: (9,) typical magnitudes of the last batches.
-        largest: the limit on any entry.
-        branch: whether Python may branch on values: saves work on a CPU, for one stream.
+    Returns the new batch, the mask (B,) of the valid samples, and the new history of typical magnitudes (9,). `largest` limits
+    any entry; `branch`: Python may branch on values, which saves work on a CPU, for one stream.
 
-    Returns:
-        the batch without invalid samples, the mask (B,) of the valid ones, and the new history.
-
-    Example:
-        >>> x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1e5, 1.0]])
-        >>> _, valid, _ = judge(Inputs.of(x), no_history(x.device), 1e6)
-        >>> valid
-        tensor([ True, False, False])
+    >>> x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1e5, 1.0]])
+    >>> _, valid, _ = judge(Inputs.of(x), no_history(x.device), 1e6)
+    >>> valid
+    tensor([ True, False, False])
     """
     given = x.per_sample()
     judged = [value.detach() for value in given if value.is_floating_point()]

@@ -25,25 +25,13 @@ FIRST = 3  # windows that give the middle of a band: the weights have hardly mov
 
 
 def observe(
-    objective: Objective,
-    logits: Tensor,
-    valid: Tensor,
-    ok: Tensor,
-    weights: Tensor,
-    source: Tensor,
-    closely: bool,
+    objective: Objective, logits: Tensor, valid: Tensor, ok: Tensor, weights: Tensor, source: Tensor, closely: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported, (10,) float64:
     this flag, how many samples are invalid and how many unanswered, whether the logits are probabilities, the six signals.
 
-    Args:
-        objective: gives entropy and uncertainty.
-        logits: (B, K).
-        valid: (B,) bool, the samples that were not filtered.
-        ok: 0-d bool, whether the update was finite.
-        weights: (P,) adapted.
-        source: (P,) of the source.
-        closely: whether to test if the logits are probabilities.
+    From logits (B, K), the `valid` samples (B,), whether the update was finite (`ok`), and adapted and source weights (P,);
+    `closely`: test whether the logits are probabilities.
     """
     usable = valid & answered(logits)
     counts = torch.stack([~valid, valid & ~usable]).sum(dim=1)

@@ -73,15 +73,13 @@ def compare(
     *,
     corrected: bool = False,
 ) -> Tensor:
-    """Sums over one batch, (2K + 8,) float64, on the device; sums of several batches are added.
+    """Sums over the `usable` samples (B,) of a batch, (2K + 8,) float64, on the device; sums of several batches are added.
 
     Args:
         adapted: logits (B, K) of the adapted model.
-        source: logits (B, K) of the source weights under the same statistics.
-        usable: (B,) bool, which samples count.
-        batch: logits (B, K) of the source weights under batch statistics, where the guard chooses statistics.
-        running: the same under the source's statistics.
-        corrected: the method corrects predictions by the classes of the batch, so that predicting fewer is no sign of collapse.
+        source: those of the source weights under the same statistics.
+        batch: those under batch statistics, where the guard chooses statistics; `running`: under the source's.
+        corrected: the method corrects predictions by the classes of the batch: predicting fewer is no sign of collapse.
     """
     usable = usable & answered(source)
     given, own = _believed(source, adapted, usable), _believed(source, source, usable)

@@ -163,14 +163,9 @@ class Watch:
     # ---- reading signals ----
 
     def read(self, guard: Guard, chooses: bool) -> tuple[Watch, list[Event], Event | None]:
-        """Read the signals that are due.
+        """Read the signals that are due; `chooses`: whether the guard chooses BatchNorm statistics.
 
-        Args:
-            guard: the settings.
-            chooses: whether the guard chooses BatchNorm statistics.
-
-        Returns:
-            the new watch, the events, and the one that `recovered` must follow: a collapse, or a change of statistics.
+        Returns the new watch, the events, and the one that `recovered` must follow: a collapse, or a change of statistics.
         """
         watch, events, fallen = self, [], None
         while watch.pending and watch.pending[0].step <= watch.steps - LAG:

@@ -111,11 +111,8 @@ class Ranks:
     ) -> None:
         """Raise unless all ranks adapt the same model in the same way.
 
-        Args:
-            fixed: what `Method.setup` returned; its tensors are replaced by the first rank's.
-            configuration: as text.
-            fingerprint: of the source model and of `fixed`.
-            device: of the model.
+        `fixed` is what `Method.setup` returned: its tensors are replaced by the first rank's. The fingerprint is that of the
+        source model and of `fixed`.
         """
         self.device = device
         found = {name: value for name, value in sorted(fixed.items()) if isinstance(value, Tensor)}
@@ -134,13 +131,8 @@ class Ranks:
     def batch(self, read: Callable[[], Inputs], count: int, state: str, device: torch.device) -> tuple[Inputs, slice]:
         """The batch of all ranks, and the slice of this rank's rows.
 
-        If one rank refuses its batch or is in another state, all ranks raise and none takes a step.
-
-        Args:
-            read: returns this rank's batch, which may be empty.
-            count: batches before this one.
-            state: what must be the same on all ranks, as text.
-            device: of the model.
+        `read` returns this rank's batch, which may be empty. If one rank refuses its batch, has seen another `count` of batches
+        or has another `state`, all ranks raise and none takes a step.
         """
         if self.lost:
             raise RankError(
