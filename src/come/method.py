@@ -20,7 +20,7 @@ from come.objectives import Objective
 from come.optim import OptimizerFactory, adam, sgd
 from come.registry import Registry
 from come.select import Selector, norm_affine
-from come.step.context import Context
+from come.step.context import Context as Context
 
 
 class Step(NamedTuple):

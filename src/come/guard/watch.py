@@ -233,9 +233,7 @@ class Watch:
         if watch.outside != guard.patience:
             return watch, []
         found = dict(zip(SIGNALS, row, strict=True))
-        words = ", ".join(
-            f"{_NAMES.get(name, name)} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items()
-        )
+        words = ", ".join(f"{_NAMES.get(name, name)} {found[name]:.3g} (limit {outside[name]:.3g})" for name in outside)
         message = f"{words} for {guard.patience} windows: source check due"
         event = Event("suspicious", sent.step, message, {name: found[name] for name in outside})
         return replace(watch, due=watch.age), [event]
@@ -244,21 +242,16 @@ class Watch:
         """React to the result of a source check."""
         suspicious, watch = self.outside > 0, replace(self, outside=0)
         if not found.samples:
-            message = (
-                "neither the adapted nor the source model gives finite logits: the weights of the model are damaged"
-            )
+            message = "no finite logits from adapted and source model: the weights of the model are damaged"
             return watch, Event("unanswered", step, message, {"samples": 0.0})
-        watch = replace(watch, agreement=found.agreement)
+        watch, checked = replace(watch, agreement=found.agreement), f"{found.samples:.0f} samples checked"
+        agreement = f"agreement with the source model {found.agreement:.2f}"
         if not (watch.trusted or chooses):  # the source answers in place of a method without weights
             if found.agreement < TRIAL:
                 return watch, None
-            message = (
-                f"agreement with the source model {found.agreement:.2f} (limit {TRIAL:.2f}), {found.samples:.0f} samples "
-                "checked: the method answers again"
-            )
+            message = f"{agreement} (limit {TRIAL:.2f}), {checked}: the method answers again"
             return replace(watch, trusted=True), Event("raised", step, message, {"agreement": found.agreement})
         details: dict[str, float | str] = dict(found._asdict())
-        checked = f"{found.samples:.0f} samples checked"
         if chooses and bool(surer(found, watch.trusted)) != watch.trusted:
             source = found.confidence - (found.gain if watch.trusted else 0)
             message = (
@@ -268,12 +261,12 @@ class Watch:
             return watch, Event("statistics", step, message, details)
         renewed_bands = replace(watch, bands=Bands(guard.warmup))
         if bool(collapsed(found)):
-            event = Event("collapse", step, f"collapse: {_crossed(found)}, {checked}", details)
+            event = Event("collapse", step, f"collapse: {agreement} (limit {_limit(found)}), {checked}", details)
             return renewed_bands if guard.policy == "warn" else watch, event
         if suspicious:
             watch = renewed_bands  # the data has changed, not the model
         watch = replace(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
-        message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
+        message = f"healthy: {agreement}, {checked}"
         return watch, Event("healthy", step, message, details)
 
     def recovered(self, guard: Guard, cause: Event, weightless: bool = False) -> tuple[Watch, list[Event]]:
@@ -379,14 +372,13 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
 """Type and range of the numbers that are saved."""
 
 
-def _crossed(found: Verdict) -> str:
-    """The limit that a collapse has crossed."""
-    limit = f"{1 - LOSS / max(found.confidence, SURE):.2f}"
+def _limit(found: Verdict) -> str:
+    """The limit on the agreement that a collapse has crossed."""
     if found.agreement < LIMIT:
-        limit = f"{LIMIT:.2f}"
-    elif narrow(found):
-        limit = f"{CLOSE:.2f} where fewer classes are predicted: {found.spread:.2f} times as many"
-    return f"agreement with the source model {found.agreement:.2f} (limit {limit})"
+        return f"{LIMIT:.2f}"
+    if narrow(found):
+        return f"{CLOSE:.2f} where fewer classes are predicted: {found.spread:.2f} times as many"
+    return f"{1 - LOSS / max(found.confidence, SURE):.2f}"
 
 
 def _in_range(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:

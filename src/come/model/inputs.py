@@ -138,8 +138,8 @@ class Arguments:
         x = Inputs(args, kwargs)
         names = {key: self._key(key) for key, value in x.items() if any(t.ndim for t in leaves(value))}
         if self._said is None and len(names) > 1 and not (self._tokens and TOKENS.issuperset(names.values())):
-            lengths = {names[key]: len(value) for key, value in x.items() if isinstance(value, Tensor) and value.ndim}
-            likely = tuple(name for name, length in lengths.items() if length == next(iter(lengths.values())))
+            counts = {names[key]: len(value) for key, value in x.items() if isinstance(value, Tensor) and value.ndim}
+            likely = tuple(name for name, count in counts.items() if count == next(iter(counts.values())))
             raise InputError(
                 f"{_listed(names.values())} are tensors; which of them have one entry per sample? Name those, e.g. "
                 f"come.adapt(model, ..., per_sample={likely})"
