@@ -517,7 +517,7 @@ def test_a_shift_is_answered_with_statistics_of_the_batch_from_the_first_batch_o
         torch.testing.assert_close(answer, source[i] if i in late else mixed[i], msg=f"batch {i}")
     (event,) = [event for event in events if event.kind != "healthy"]
     assert (event.kind, event.step) == ("statistics", 0)
-    assert event.message.startswith("BatchNorm on statistics of the batch, source weights restored")
+    assert event.message.startswith("BatchNorm on batch statistics, source weights restored")
     health = adapter.health()
     assert (health["batch_statistics"], health["statistics"], health["collapse"]) == (1.0, 1.0, 0.0)
     assert health["lr_scale"] == 1.0, "nothing was wrong with the rate"
@@ -531,7 +531,7 @@ def test_a_stream_that_turns_class_sorted_goes_back_to_the_source(trained):
     first, second = [event for event in events if event.kind == "statistics"]
     assert first.step == 0
     assert 24 <= second.step <= 24 + LAG, "the confidence changed, and the source was asked at once"
-    assert second.message.startswith("BatchNorm on the source's statistics, source weights restored")
+    assert second.message.startswith("BatchNorm on the source statistics, source weights restored")
     assert first.details["advantage"] > 0 > second.details["advantage"]
     assert used == [0.0] * LAG + [1.0] * (24 + LAG) + [0.0] * (16 - 2 * LAG)
     known, bare = [trained(x) for x in ordered], come.adapt(trained, "tent", guard=False)
@@ -889,7 +889,8 @@ def test_events_are_logged_in_an_operators_words(caplog):
     assert record.come["kind"] == "invalid_samples"
     assert record.come["details"] == {"samples": 2.0}
     assert record.getMessage() == (
-        "tent, step 0: 2 of 12 samples are not finite or absurdly large; they drive no update"
+        "tent, step 0: 2 of 12 samples are not finite or too large (limits 1e+06 and 1000 x the usual magnitude): "
+        "excluded from the update"
     )
 
 

@@ -622,7 +622,7 @@ def test_files_that_do_not_belong_are_refused_and_change_nothing(tmp_path):
         "other": "another source model than this TinyClassifier",
         "cut": "cannot read",
         "flipped": "checksum mismatch",
-        "version": "has version '6' of the format, this come reads 7",
+        "version": "must have format version 7, got '6'",
         "junk": "cannot read",
         "nowhere": "cannot read",
         "foreign": "must have format 'come-state', got None",

@@ -6,7 +6,7 @@ from come.errors import pip_install
 
 
 def main() -> None:
-    """Start the command line, or say what to install."""
+    """Run the command line, or name the missing package."""
     try:
         from come.bench.cli import main as run
     except ModuleNotFoundError as error:

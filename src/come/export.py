@@ -1,4 +1,4 @@
-"""The adapted model by itself: as a `torch.nn.Module`, as a torch.export program, as an ONNX file."""
+"""Export of the adapted model: as a `torch.nn.Module`, a torch.export program or an ONNX file."""
 
 from __future__ import annotations
 
@@ -26,24 +26,21 @@ KINDS = (".pt2", ".onnx")
 
 
 class OnBatch(nn.Module):
-    r"""A BatchNorm layer that normalizes by the batch it is given, as `Adapter.predict` does, for any size of batch.
+    r"""A BatchNorm layer that normalizes by its batch, as `Adapter.predict` does, for any batch size.
 
     .. math:: \mu = (1 - s) \mu_0 + s \mu_B, \quad \sigma^2 = (1 - s) \sigma_0^2 + s \sigma_B^2, \quad s = \frac{n}{n + 16}
 
     with the source's statistics 0, those of the batch B, and n samples; s = 1 for the rule "batch". A batch with one value per
-    channel has no variance, and is normalized by the source's. There is no branch on the size, so that a graph holds for all.
+    channel is normalized by the source's statistics. There is no branch on the size, so one graph fits all.
 
     Args:
-        norm: the layer, with the source's running statistics. It keeps its weight and bias, and gets (B, C, ...) normalized.
+        norm: the layer, with the source's running statistics.
         rule: "batch" or "mixed".
 
     Example:
         >>> norm = nn.BatchNorm1d(1, affine=False).eval()
         >>> OnBatch(norm, "batch")(torch.tensor([[1.0], [3.0]])).flatten().round(decimals=3)
         tensor([-1.,  1.])
-        >>> norm = nn.BatchNorm1d(1, affine=False).eval()
-        >>> OnBatch(norm, "mixed")(torch.tensor([[2.0]])).round(decimals=3)  # one value: as the source does
-        tensor([[2.]])
     """
 
     mean: Tensor | None
@@ -75,12 +72,12 @@ class OnBatch(nn.Module):
         return normalized
 
     def extra_repr(self) -> str:
-        """The rule."""
+        """The rule, for a repr."""
         return f"statistics={'mixed' if self.prior else 'batch'}"
 
 
 class _Logits(nn.Module):
-    """A model that returns its logits (B, K) and nothing else."""
+    """A model that returns only its logits (B, K)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -94,7 +91,7 @@ class _Logits(nn.Module):
 
 
 def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) -> nn.Module:
-    """A copy of a borrowed model that computes what `frozen` says, with BatchNorm by that rule."""
+    """A copy of the model with the weights, statistics and head of `frozen`, and with BatchNorm by that rule."""
     model = copy.deepcopy(borrowed.model)
     known = dict(model.named_parameters(remove_duplicate=False))
     for name, value in borrowed.named(frozen.weights).items():
@@ -118,21 +115,19 @@ def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) 
 
 
 def check(path: Path, example: Inputs | None) -> None:
-    """Raise if a model cannot be written to that file; before any work."""
+    """Raise if a model cannot be written to that file."""
     require(path.suffix in KINDS, "path", str(path), f"a file that ends in {' or '.join(KINDS)}")
     if example is None:
         raise ConfigError(
-            f"{path.name} needs an example: export(path, x), x a batch of 2 or more samples as the model gets it"
+            f"{path.name} needs an example: export(path, x), x a batch of 2 or more samples for the model"
         )
     if example.size < 2:
-        raise InputError(
-            f"example must be a batch of 2 or more samples, got {example.size}; with one the size of a batch would be fixed"
-        )
+        repair = "with one sample, the exported model would take no other batch size"
+        raise InputError(f"example must be a batch of 2 or more samples, got {example.size}; {repair}")
     if path.suffix == ".onnx":
         if torch.__version__ < "2.6":
-            raise ConfigError(
-                f"ONNX needs torch 2.6 or newer, got {torch.__version__}; update torch, or export to a .pt2 file"
-            )
+            repair = "update torch, or export to a .pt2 file"
+            raise ConfigError(f"ONNX needs torch 2.6 or newer, got {torch.__version__}; {repair}")
         for name in ("onnx", "onnxscript"):
             try:
                 import_module(name)
@@ -141,24 +136,20 @@ def check(path: Path, example: Inputs | None) -> None:
 
 
 def write(model: nn.Module, path: Path, example: Inputs) -> None:
-    """Write a model to a .pt2 or .onnx file, whole or not at all, for batches of any size.
+    """Write a model of `standalone` atomically to a .pt2 or .onnx file.
 
-    Args:
-        model: what `standalone` made.
-        path: the file.
-        example: 2 or more samples; all else about the inputs is fixed as it is in them.
+    The exported model takes any batch size; all else about its inputs is fixed as in `example`, 2 or more samples.
     """
     check(path, example)
-    size = example.size
     batch = torch.export.Dim("batch", min=1)
     free = example.map_samples(lambda _: {0: batch}, lambda _: None)
     shapes = ({"args": free.args} if free.args else {}) | ({"kwargs": free.kwargs} if free.kwargs else {})
     single = _Logits(model)
     with torch.no_grad():
-        logits_of(single(*example.args, **example.kwargs), size)
+        logits_of(single(*example.args, **example.kwargs), example.size)
         try:
             program = torch.export.export(single, example.args, example.kwargs, dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # of torch, or of the model's code
+        except Exception as error:  # from torch, or from the model
             said = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ModelError(
                 f"torch.export cannot trace {type(model).__name__}: {said}; change its forward, or call export() without a file"
@@ -169,18 +160,15 @@ def write(model: nn.Module, path: Path, example: Inputs) -> None:
                 with open(beside, "wb") as file:
                     torch.export.save(program, file)
             else:
-                names: Any = {
-                    "input_names": _names(model, example),
-                    "output_names": ["logits"],
-                    "dynamic_shapes": shapes,
-                }
-                torch.onnx.export(program, f=beside, dynamo=True, external_data=False, verbose=False, **names)
+                more: Any = {"dynamo": True, "external_data": False, "verbose": False, "dynamic_shapes": shapes}
+                names = _names(model, example)
+                torch.onnx.export(program, f=beside, input_names=names, output_names=["logits"], **more)
     except OSError as error:
         raise unwritable(path, error) from error
 
 
 def _names(model: nn.Module, example: Inputs) -> list[str] | None:
-    """What the model calls its tensors; None if it takes any number of them."""
+    """The names of the model's tensors; None if it takes any number of them."""
     given = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
     if any(isinstance(value, (tuple, dict)) for value in given.values()):
         return None

@@ -1,4 +1,4 @@
-"""`Method`: a configuration and one function, `adapt`, which predicts a batch and adapts to it by its `Context`."""
+"""`Method`: a configuration, and the function `adapt`, which predicts a batch and adapts to it through a `Context`."""
 
 from __future__ import annotations
 
@@ -24,30 +24,29 @@ from come.step.context import Context as Context
 
 
 class Step(NamedTuple):
-    """What one adaptation step returns; all tensors are detached."""
+    """The result of one adaptation step; all tensors are detached."""
 
     logits: Tensor
-    """(B, K): the prediction, what is scored."""
+    """(B, K): the prediction."""
     loss: Tensor | None = None
-    """(B,): the objective of each sample, or None if the method has none."""
+    """(B,): the objective of each sample; None if the method has none."""
     used: Tensor | None = None
-    """(B,) bool: which samples drove the update, or None if nothing is ever updated."""
+    """(B,) bool: the samples that drove the update; None if the method never updates."""
     valid: Tensor | None = None
-    """(B,) bool: which samples could be answered; None without a guard. The logits of the others are all -1e4: the least
-    certain by every score."""
+    """(B,) bool: the samples with an answer; None without a guard. All logits of the others are -1e4: least certain."""
     abstain: Tensor | None = None
-    """(B,) bool: which answers not to rely on; None before `Adapter.calibrate`."""
+    """(B,) bool: the answers not to rely on; None before `Adapter.calibrate`."""
 
 
 class Frozen(NamedTuple):
-    """What `Method.predict` computes, as far as it can be put into a copy of the model."""
+    """What `Adapter.export` puts into a copy of the model, so that it computes the same as `Method.predict`."""
 
     weights: Tensor
     """(P,) of the adapted parameters."""
     statistics: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
-    """Mean and variance (C,) by the number of the BatchNorm layer, where they are the method's own."""
+    """Mean and variance (C,) by the number of the BatchNorm layer, if the method has its own."""
     head: tuple[str, Tensor] | None = None
-    """The name of the linear layer that gives the logits, and weights (K, d) to put there, without a bias."""
+    """Name and new weights (K, d) of the linear layer that gives the logits; it gets no bias."""
 
 
 Given = TypeVar("Given")
@@ -55,12 +54,7 @@ Kept = TypeVar("Kept")
 
 
 class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
-    """A field of a dataclass that takes one type and keeps another: `objective="em"` becomes a `Softmax()`.
-
-    Args:
-        convert: what makes the one of the other.
-        default: of the field, before it is converted.
-    """
+    """A dataclass field that converts its values, and its default: `objective="em"` becomes a `Softmax()`."""
 
     def __init__(self, convert: Callable[[Given], Kept], default: Given) -> None:
         self.convert, self.default = convert, default
@@ -69,17 +63,17 @@ class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
         self.name = f"_{name}"
 
     def __get__(self, method: object | None, owner: type | None = None) -> Kept:
-        """What is kept; of the class, the default."""
+        """The converted value; of the class, the default."""
         found: Kept = self.default if method is None else getattr(method, self.name)  # type: ignore[assignment]
         return found
 
     def __set__(self, method: object, value: Given) -> None:
-        """Convert and keep."""
+        """Convert and store."""
         setattr(method, self.name, self.convert(value))
 
 
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
-    """Mean of `values` (B, ...) over the samples in `used` (B,); 0, with a zero gradient, where there are none.
+    """Mean of `values` (B, ...) over the samples in `used` (B,); 0, with a zero gradient, if there are none.
 
     Example:
         >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
@@ -91,27 +85,25 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class Method(ABC):
-    """What adapts a classifier, and how: a configuration, and the function `adapt`.
+    """A test-time adaptation method: a configuration, and the function `adapt`.
 
-    To write a method, subclass it, give it a `name` and write `adapt`. Arguments of its own are the fields of a dataclass.
-    What it remembers between batches goes into `ctx.state`, whose first value `initial_state` returns; what it finds once,
-    such as statistics of source data, `setup` returns. `come.testing.check_method` checks the contract.
+    To write one, subclass it, set `name` and write `adapt`; arguments of its own are dataclass fields. Memory between batches
+    is `ctx.state`, which `initial_state` begins; `setup` computes what is needed once, such as statistics of source data.
+    `come.testing.check_method` checks the contract.
 
     Args:
         objective: a name (`come.objectives.names()`) or an `Objective`.
-        select: which parameters adapt: a function from the model to a dict of its parameters by name. Whether a parameter
-            requires gradients plays no part.
-        lr: learning rate; None is the method's default for the model's family, the paper's where there is one: for Tent 1e-3
-            x batch/64 for models with LayerNorm, GroupNorm and the like, 2.5e-4 for models with BatchNorm (x batch/32 below a
-            batch of 32).
+        select: a function from the model to a dict of the parameters to adapt, by name, whether or not they require gradients.
+        lr: learning rate; None is the method's default, the paper's where there is one: for Tent 1e-3 x batch/64 for models
+            with LayerNorm, GroupNorm and the like, 2.5e-4 for models with BatchNorm (x batch/32 for batches below 32).
         optimizer: "sgd", "adam", `come.optim.sgd(momentum=0.5)`, or a function (parameters, lr) -> torch optimizer.
-        steps: how often each batch is adapted to.
+        steps: updates per batch.
         episodic: reset before each batch.
-        reset_every: reset after this many batches, again and again.
-        statistics: what BatchNorm normalizes by, in methods that use the batch's statistics. "source": the running statistics
-            of the source. "batch": those of the batch, always, as published. "mixed": n/(n + 16) of those of a batch of n and
-            the rest of the source's; with a guard, these or the source's alone, whichever make the model surer of its answers
-            (see `come.guard.verdict`). None is "mixed" with a guard; without one it is "batch", and "source" for Steady.
+        reset_every: reset whenever this many batches have passed.
+        statistics: what BatchNorm normalizes by, in methods that use batch statistics. "source": the source's running
+            statistics. "batch": those of the batch, as published. "mixed": n/(n + 16) of a batch of n and the rest of the
+            source; with a guard, these or the source's alone, whichever make the model more confident (see
+            `come.guard.verdict`). None is "mixed" with a guard; without one it is "batch", and "source" for Steady.
 
     Example:
         >>> import come
@@ -128,15 +120,15 @@ class Method(ABC):
     """
 
     name: ClassVar[str]
-    """The name in the registry."""
+    """Name in the registry."""
     needs: ClassVar[str] = "nothing"
-    """What it needs beside a model and batches, in a few words: source batches, images, features."""
+    """What it needs besides a model and batches: source batches, images, features."""
     cost: ClassVar[str] = "1f 1b"
-    """What a batch costs: so many forwards (f) and backwards (b) of it, at the default hyperparameters."""
+    """Forwards (f) and backwards (b) per batch, at the default hyperparameters."""
     descends: ClassVar[bool] = True
-    """Whether the method changes parameters by gradient descent, and so needs some to be selected."""
+    """Whether it changes parameters by gradient descent, and so needs some to be selected."""
     minimizes: ClassVar[bool] = True
-    """Whether the objective matters to what the method does, and not only to how its output is scored."""
+    """Whether adaptation depends on the objective; if not, only scores do."""
     changes: ClassVar[bool] = True
     """Whether its answers can differ from the source model's."""
     batch_statistics: ClassVar[bool] = True
@@ -144,21 +136,21 @@ class Method(ABC):
     unguarded: ClassVar[StatisticsRule] = "batch"
     """What `statistics=None` means without a guard."""
     paper_lr: ClassVar[tuple[float, float]] = (1e-3, 2.5e-4)
-    """What `lr=None` means: for models without and with BatchNorm."""
+    """Learning rates for `lr=None`: without and with BatchNorm."""
     scales_lr: ClassVar[bool] = True
-    """Whether that is scaled with the size of the batch; False where a step is not taken on the batch as a whole."""
+    """Whether they scale with the batch size; False if a step is not taken on the batch as a whole."""
     on_host: ClassVar[tuple[str, ...]] = ()
-    """Beginnings of the names in `state` that stay on the CPU when the model moves."""
+    """Prefixes of names in `state` that stay on the CPU when the model moves."""
     waits: ClassVar[str] = ""
-    """Why a step has to wait for the device, if it does; such a step cannot be one CUDA graph."""
+    """Why a step synchronizes with the device, if it does; such a step cannot be one CUDA graph."""
     by_stream: ClassVar[tuple[str, ...]] = ()
-    """Arguments that may differ between the streams of a `come.Fleet`, beside lr: in `adapt` they are then 0-d tensors."""
+    """Arguments besides lr that may differ between the streams of a `come.Fleet`: they are then 0-d tensors in `adapt`."""
     undivided: ClassVar[str] = ""
-    """Why its batches cannot be divided over ranks, if they cannot."""
+    """Why its batches cannot be divided over ranks, if so."""
     unexported: ClassVar[str] = ""
-    """Why no model by itself can give its answers, if none can; see `Adapter.export`."""
+    """Why no exported model can give its answers, if so; see `Adapter.export`."""
     once: ClassVar[tuple[str, ...]] = ("source",)
-    """Arguments that `setup` uses up; they are not kept."""
+    """Arguments that only `setup` uses; they are not kept."""
 
     objective: converted[str | Objective, Objective] = converted(objectives.get, "come")
     select: Selector = norm_affine()
@@ -178,13 +170,12 @@ class Method(ABC):
         require(isinstance(self.episodic, bool), "episodic", self.episodic, "True or False")
         if self.reset_every is not None:
             require_int("reset_every", self.reset_every, 1, ", or None")
-        words = get_args(StatisticsRule)
-        known = self.statistics is None or self.statistics in words
-        require(known, "statistics", self.statistics, f"one of {', '.join(words)}, or None")
+        rules = get_args(StatisticsRule)
+        require(self.statistics in (None, *rules), "statistics", self.statistics, f"one of {', '.join(rules)}, or None")
 
     @property
     def corrects(self) -> bool:
-        """Whether answers are corrected by the classes of the batch, and may rightly name fewer than the model does."""
+        """Whether it corrects answers by the classes of the batch: predicting fewer is then no sign of a collapse."""
         return False
 
     # ---- what a method writes ----
@@ -198,53 +189,46 @@ class Method(ABC):
         return ctx.forward(x)
 
     def frozen(self, ctx: Context) -> Frozen:
-        """What `predict` computes with what is known now, for `Adapter.export`; a `ModelError` if no model by itself can."""
+        """What `predict` computes now, for `Adapter.export`; raises `ModelError` if no model can compute it by itself."""
         if self.unexported or type(self).predict is not Method.predict:
             why = self.unexported or "it has a predict() of its own, and no frozen() that says what it computes"
             raise ModelError(f"{self.name} cannot be exported: {why}")
         return Frozen(ctx.weights.detach())
 
     def setup(self, ctx: Context) -> dict[str, Any]:
-        """What is found once when the method is put around a model, and kept in `ctx.fixed`. May take long."""
+        """Computed once for a model, and kept in `ctx.fixed`; may take long."""
         return {}
 
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
-        """What `ctx.state` holds before the first batch `x`, after construction or a reset. Should be quick.
-
-        All of it must be finite, always: a saved state that is not is refused.
-        """
+        """`ctx.state` before the first batch `x`, after construction or a reset; should be quick, and always finite."""
         return {}
 
     def check(self, ctx: Context, x: Inputs, first: bool) -> None:  # noqa: B027 - most methods take any batch
-        """Raise an `InputError` if the batch cannot be used; `first` after construction or a reset."""
+        """Raise `InputError` if the batch cannot be used; `first`: after construction or a reset."""
 
     # ---- configuration ----
 
     @classmethod
     def hyperparameters(cls) -> dict[str, Any]:
-        """Names and defaults of what the constructor takes, own ones first.
+        """Names and defaults of the constructor's arguments, own ones first.
 
         Example:
             >>> from come.methods import Tent
             >>> next(iter(Tent.hyperparameters().items()))
             ('keep', 1.0)
         """
-        taken = [p for p in inspect.signature(cls).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        common = [p for p in inspect.signature(Method).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        names = {p.name for p in common}
-        own = [p for p in taken if p.name not in names]
-        passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
-        rest = common if passes_on else [p for p in taken if p.name in names]
-        return {p.name: p.default for p in (*own, *rest)}
+        mine, all_of_them = (inspect.signature(kind).parameters.values() for kind in (cls, Method))
+        taken = {p.name: p.default for p in mine if p.kind is p.KEYWORD_ONLY}
+        common = {p.name: p.default for p in all_of_them if p.kind is p.KEYWORD_ONLY}
+        own = {name: taken.pop(name) for name in list(taken) if name not in common}
+        return own | (common if any(p.kind is p.VAR_KEYWORD for p in mine) else taken)
 
     def learning_rate(self, batch: int, batch_norm: bool) -> float:
-        """The learning rate for a batch of that size, on a model with or without BatchNorm."""
+        """The learning rate for a batch size, on a model with or without BatchNorm."""
         if self.lr is not None:
             return self.lr
-        without, with_batch_norm = self.paper_lr
-        if batch_norm:
-            return with_batch_norm * (min(1.0, batch / 32) if self.scales_lr else 1.0)
-        return without * (batch / 64 if self.scales_lr else 1.0)
+        rate, scale = (self.paper_lr[1], min(1.0, batch / 32)) if batch_norm else (self.paper_lr[0], batch / 64)
+        return rate * (scale if self.scales_lr else 1.0)
 
 
 _registry: Registry[type[Method]] = Registry("method", entry_points="come.methods")
@@ -252,7 +236,7 @@ M = TypeVar("M", bound=type[Method])
 
 
 def register(method: M) -> M:
-    """Make a method available under its `name`, here and on the command line; usable as a decorator."""
+    """Make a method available under its `name`, in Python and on the command line; usable as a decorator."""
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise ConfigError(f"register takes a subclass of come.Method, got {shown(method)}")
     if not isinstance(getattr(method, "name", None), str):

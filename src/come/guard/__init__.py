@@ -1,10 +1,10 @@
-"""Filters invalid inputs, rejects bad updates, detects and undoes collapse. Each part can be read alone:
+"""Filters invalid inputs, rejects bad updates, detects and undoes collapse.
 
-config      what is to be done: `Guard`, and what is reported: `Event`
-samples     which samples of a batch can be used
-signals     what can be seen of a model's health without labels, and the bands in which it usually lies
-verdict     the adapted model next to the source model on the same samples: has it collapsed?
-watch       what one adapter has learned so far, and what follows from new signals
+config      the settings: `Guard`; what is reported: `Event`
+samples     which samples of a batch are valid
+signals     health of the model without labels: six signals, and their usual ranges
+verdict     source check: has the adapted model collapsed, and which BatchNorm statistics are better?
+watch       the guard's state of one adapter: when the source model is checked, and how it reacts
 """
 
 from come.guard.config import Event, Guard, Policy

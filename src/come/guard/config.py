@@ -1,4 +1,4 @@
-"""What the guard is told to do. What it learns belongs to the adapter, see `come.guard.watch`."""
+"""Settings of the guard, and the events that it reports. Its state is in `come.guard.watch`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ Policy = Literal["recover", "freeze", "raise", "warn"]
 
 
 class Event(NamedTuple):
-    """Something that happened."""
+    """One event of the guard; docs/operate.md lists the kinds."""
 
     kind: str
-    """invalid_samples, update_refused, unanswered, suspicious, healthy, collapse, recovered, raised, statistics, frozen,
-    probabilities, callback_failed"""
+    """A name in `come.guard.watch.COUNTED`."""
     step: int
     """Number of the batch, from 0, over the life of the adapter."""
     message: str
-    """For an operator: what was seen, against which limit, what was done."""
+    """What was seen, the limit, and what was done."""
     details: dict[str, float | str]
 
 
@@ -29,19 +28,19 @@ class Event(NamedTuple):
 class Guard:
     """Filters invalid inputs, rejects bad updates, detects and undoes collapse.
 
-    A guard is configuration only: one may be given to many adapters.
+    It holds settings only: many adapters can share one.
 
     Args:
-        policy: what to do on a collapse. "recover": back to the source's weights, and a lower learning rate until `reset()`.
-            "freeze": answer with the source model from then on. "raise": `CollapseError`. "warn": an event only. Under each
-            of them the guard chooses BatchNorm statistics where a method leaves them to it, see `come.guard.verdict`.
-        warmup: windows (batches, or 64 samples if that is more) that the bands of the signals are learned from, at least 2.
-        patience: windows outside the bands in a row before the source model is asked ahead of time, at least 1.
-        samples: how many samples the source is asked about at least, at least 1.
+        policy: the reaction to a collapse. "recover": restore the source weights and lower the learning rate until `reset()`.
+            "freeze": answer with the source model until `reset()`. "raise": `CollapseError`. "warn": only report it. Whatever
+            the policy, the guard chooses the BatchNorm statistics of methods with `statistics=None`, see `come.guard.verdict`.
+        warmup: windows (64 samples, or a batch if that is more) that the usual ranges of the signals are learned from, >= 2.
+        patience: windows in a row outside these ranges before an early source check, >= 1.
+        samples: the fewest samples in a source check, >= 1.
         backoff: largest factor on the learning rate at a recovery, in (0, 1]; n/10,000 if the model has collapsed after n
             windows, so that the new rate lasts.
         largest_input: a sample with an entry beyond this is invalid, > 0.
-        on_event: called with each `Event`, after it was logged. What it raises is logged and counted, and stops nothing.
+        on_event: called with each `Event` after it is logged. Errors that it raises are logged and counted.
 
     Example:
         >>> import come, torch
@@ -64,9 +63,8 @@ class Guard:
 
     def __post_init__(self) -> None:
         require(self.policy in get_args(Policy), "policy", self.policy, f"one of {', '.join(get_args(Policy))}")
-        require_int("warmup", self.warmup, 2)
-        require_int("patience", self.patience, 1)
-        require_int("samples", self.samples, 1)
+        for name, least in (("warmup", 2), ("patience", 1), ("samples", 1)):
+            require_int(name, getattr(self, name), least)
         require(0 < self.backoff <= 1, "backoff", self.backoff, "in (0, 1]")
         require(0 < self.largest_input <= math.inf, "largest_input", self.largest_input, "a positive number")
         require(self.on_event is None or callable(self.on_event), "on_event", self.on_event, "a function, or None")

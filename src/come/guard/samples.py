@@ -1,10 +1,9 @@
-"""Which samples of a batch can be used, judged before the model sees them, on the device.
+"""Which samples of a batch are valid: judged before the model sees them, on the device.
 
-A sample is invalid if an entry of it is NaN or infinite, beyond `largest_input`, or more than a thousand times as large as
-usual. What is usual is the median of the last nine batches, each by its own median, whether they were used or not: so a
-stream that becomes brighter is answered again after five batches at the latest, and one that grows without end is stopped by
-`largest_input`. Only tensors with one entry per sample count; beside others, one of zeros and very negative numbers is a mask,
-and is left alone.
+A sample is invalid if it has an entry that is NaN, infinite, beyond `largest_input`, or 1000 times the usual magnitude: the
+median over the last nine batches, each by its own median, valid or not. So a brighter stream is accepted after five batches at
+the latest, and `largest_input` bounds a growing one. Only tensors with one entry per sample count; of several, one of zeros
+and very negative numbers is an additive mask, and is not judged.
 """
 
 from __future__ import annotations
@@ -19,29 +18,20 @@ REMEMBERED = 9
 
 
 def no_history(device: torch.device) -> Tensor:
-    """What is remembered before the first batch: (9,), NaN where nothing is."""
+    """The history before the first batch, (9,): all NaN."""
     return torch.full((REMEMBERED,), torch.nan, device=device)
 
 
 def judge(x: Inputs, history: Tensor, largest: float, branch: bool = False) -> tuple[Inputs, Tensor, Tensor]:
-    """Find the invalid samples of a batch and put a valid one in the place of each.
+    """Replace each invalid sample by a valid one, so that BatchNorm and sums over the batch stay sound.
 
-    So BatchNorm and sums over the batch stay sound.
+    Returns the new batch, the mask (B,) of the valid samples, and the new history of typical magnitudes (9,). `largest` limits
+    any entry; `branch`: Python may branch on values, which saves work on a CPU, for one stream.
 
-    Args:
-        x: the batch.
-        history: (9,) typical magnitudes of the last batches.
-        largest: the limit on any entry.
-        branch: whether Python may look at values: on a CPU, for one stream, that saves work.
-
-    Returns:
-        the batch with its invalid samples replaced, the mask (B,) of the valid ones, and the new history.
-
-    Example:
-        >>> x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1e5, 1.0]])
-        >>> _, valid, _ = judge(Inputs.of(x), no_history(x.device), 1e6)
-        >>> valid
-        tensor([ True, False, False])
+    >>> x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1e5, 1.0]])
+    >>> _, valid, _ = judge(Inputs.of(x), no_history(x.device), 1e6)
+    >>> valid
+    tensor([ True, False, False])
     """
     given = x.per_sample()
     judged = [value.detach() for value in given if value.is_floating_point()]
@@ -55,16 +45,12 @@ def judge(x: Inputs, history: Tensor, largest: float, branch: bool = False) -> t
     median = Tensor.nanmedian if branch else _median
     middle = median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
     history = torch.cat([history[1:], torch.where(middle.isnan(), history[-1], middle)[None]])
-    usual = median(history)
-    valid = finite & (sizes <= largest) & ~(sizes > UNUSUAL * usual)
+    valid = finite & (sizes <= largest) & ~(sizes > UNUSUAL * median(history))
     return _replaced(x, valid, branch), valid, history
 
 
 def _median(values: Tensor) -> Tensor:
-    """Median (0-d) of the entries that are not NaN, the lower of two; NaN if there are none.
-
-    `torch.nanmedian` waits on a GPU, and a compiler cannot fuse its sort.
-    """
+    """`torch.nanmedian` (0-d) for GPUs: without its synchronization, and without a sort, which compilers cannot fuse."""
     known, place = ~values.isnan(), torch.arange(len(values), device=values.device)
     v = torch.where(known, values, torch.inf)  # last
     smaller = (v < v[:, None]) | ((v == v[:, None]) & (place < place[:, None]))
@@ -73,7 +59,7 @@ def _median(values: Tensor) -> Tensor:
 
 
 def _magnitude(value: Tensor, may_mask: bool, branch: bool) -> Tensor:
-    """Largest entry of each sample by size, (B,); NaN where there is one; 0 for a mask, if it may be one."""
+    """The largest absolute entry of each sample, (B,); NaN if it has one; 0 in an attention mask, if it may be one."""
     flat = at_least_float32(value)[:, None].flatten(1)
     if not flat.shape[1]:
         return flat.new_zeros(len(flat))
@@ -87,7 +73,7 @@ def _magnitude(value: Tensor, may_mask: bool, branch: bool) -> Tensor:
 
 
 def _replaced(x: Inputs, valid: Tensor, branch: bool) -> Inputs:
-    """The batch with the first valid sample in the place of each invalid one; zeros if there is none."""
+    """Replace each invalid sample by the first valid one; by zeros if there is none."""
     if branch and bool(valid.all()):
         return x
     good, some = valid.to(torch.uint8).argmax().view(1), valid.any()

@@ -1,9 +1,8 @@
-"""What can be seen of a model's health without labels, and where it usually lies.
+"""Six signals of a model's health that need no labels, and their usual ranges.
 
-Each batch gives six signals: the share of the most predicted class, the entropy and the uncertainty of the objective's mass,
-the norm of the logits, the distance of the weights from the source, and the confidence, the mean of the largest softmax
-probability. `Bands` learns where the first five usually lie. A signal outside its band, or a confidence that has changed, only
-makes suspicious; `come.guard.verdict` judges.
+Each batch gives: the share of the most predicted class, entropy and uncertainty of the objective, the norm of the logits, the
+distance of the weights from the source, and the confidence (mean largest softmax probability). `Bands` learns the usual ranges
+of the first five. Leaving a band, or a change of confidence, only triggers a source check; `come.guard.verdict` decides.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from come.model.inputs import answered, at_least_float32
 from come.objectives import Objective
@@ -22,67 +20,30 @@ from come.state.trees import replace
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance", "confidence")
 BANDED = SIGNALS[:-1]
-LOW = {"entropy", "uncertainty"}
-"""A collapse lies below the band of these, and above that of the others."""
-FIRST = 3
-"""Rows that the middle of a band comes from: the weights have hardly moved by then."""
+LOW = {"entropy", "uncertainty"}  # a collapse lowers these and raises the others
+FIRST = 3  # windows that give the middle of a band: the weights have hardly moved by then
 
 
 def observe(
-    objective: Objective,
-    logits: Tensor,
-    valid: Tensor,
-    ok: Tensor,
-    weights: Tensor,
-    source: Tensor,
-    closely: bool,
+    objective: Objective, logits: Tensor, valid: Tensor, ok: Tensor, weights: Tensor, source: Tensor, closely: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported: (10,) float64.
+    """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported, (10,) float64:
+    this flag, how many samples are invalid and how many unanswered, whether the logits are probabilities, the six signals.
 
-    Args:
-        objective: whose entropy and uncertainty.
-        logits: (B, K).
-        valid: (B,) bool, which samples could be put to the model.
-        ok: 0-d bool, whether the update was sound so far.
-        weights: (P,) adapted.
-        source: (P,) of the source.
-        closely: whether to look for probabilities, too.
-    """
-    usable, counts = look(logits, valid, closely)
-    # Where nobody has an answer the method is not to blame, but nothing may be learned from it either.
-    ok = ok & (counts[1] == 0)
-    signals = measure(objective, logits, usable, weights, source)
-    return usable, ok, torch.cat([ok[None].to(signals), counts.to(signals), signals])
-
-
-def look(logits: Tensor, valid: Tensor, closely: bool) -> tuple[Tensor, Tensor]:
-    """Which samples have a usable answer (B,); and how many are invalid, how many unanswered, and whether these are
-    probabilities: (3,).
-
-    Args:
-        logits: (B, K).
-        valid: (B,) bool, which samples could be put to the model.
-        closely: whether to look for probabilities, too.
+    From logits (B, K), the `valid` samples (B,), whether the update was finite (`ok`), and adapted and source weights (P,);
+    `closely`: test whether the logits are probabilities.
     """
     usable = valid & answered(logits)
-    counts = torch.stack([~valid, valid & ~usable]).sum(dim=1).to(at_least_float32(logits).dtype)
-    if not closely:
-        return usable, F.pad(counts, (0, 1))
-    z = at_least_float32(logits)
-    probabilities = (z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all()
-    return usable, torch.cat([counts, probabilities.to(counts)[None]])
+    counts = torch.stack([~valid, valid & ~usable]).sum(dim=1)
+    ok = ok & (counts[1] == 0)  # not the method's fault, but nothing may be learned from it
+    z, chances = at_least_float32(logits), counts.new_zeros(1)
+    if closely:
+        chances = ((z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all())[None]
+    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, logits, usable, weights, source)])
 
 
 def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
-    """The six signals of a batch, (6,) float64, on the device.
-
-    Args:
-        objective: whose entropy and uncertainty.
-        logits: (B, K).
-        usable: (B,) bool, which samples count.
-        weights: (P,) adapted.
-        source: (P,) of the source.
-    """
+    """The six signals of a batch, (6,) float64, on the device: means over the `usable` samples; arguments as in `observe`."""
     z = at_least_float32(logits)
     count = usable.sum().clamp_min(1)
     mass = objective.log_mass(z)  # once for entropy and u
@@ -98,16 +59,16 @@ def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tenso
 
 
 def votes(logits: Tensor, usable: Tensor) -> Tensor:
-    """How many of the `usable` samples (B,) name each class, (B, K) -> (K,) float64."""
+    """How many of the `usable` samples (B,) are predicted as each class, (B, K) -> (K,) float64."""
     counts = usable.double()
     return counts.new_zeros(logits.shape[1]).scatter_add(0, logits.argmax(dim=1), counts)
 
 
 @dataclass(frozen=True)
 class Bands:
-    """Where each signal usually lies: around its first values, as wide as it jumps from one row to the next.
+    """The usual ranges of the signals: around their first values, as wide as they jump from one window to the next.
 
-    A drift in the rows that are learned from moves neither: a model that collapses at once does not teach its own collapse.
+    A drift during the warm-up moves neither: a model that collapses at once does not make its collapse usual.
 
     Example:
         >>> bands = Bands(4)
@@ -119,35 +80,26 @@ class Bands:
 
     warmup: int
     rows: tuple[tuple[float, ...], ...] = ()
-    seen: int = 0
-    """Rows since the learning began."""
+    seen: int = 0  # windows, warm-up included
 
     @property
     def ready(self) -> bool:
-        """Whether enough has been seen."""
+        """Whether the warm-up is over."""
         return len(self.rows) >= self.warmup
 
     def learned(self, row: tuple[float, ...]) -> Bands:
-        """With one more row of signals, which is learned from until enough have been seen."""
-        rows = self.rows if self.ready else (*self.rows, row)
-        return replace(self, rows=rows, seen=self.seen + 1)
-
-    def limits(self) -> dict[str, float]:
-        """How far each signal may go."""
-        found = {}
-        for name, values in zip(BANDED, zip(*self.rows, strict=True), strict=False):
-            middle = median(values[:FIRST])
-            jump = median(abs(b - a) for a, b in pairwise(values))
-            width = max(2.8 * jump, 0.15 * abs(middle), 1e-6)
-            found[name] = middle - width if name in LOW else middle + width
-        # The distance grows by itself: twice as fast as at first is too fast.
-        found["distance"] = 2 * max(self.rows[-1][SIGNALS.index("distance")], 1e-6) * self.seen / self.warmup
-        return found
+        """Count the signals of one more window, and learn from them during the warm-up."""
+        return replace(self, rows=self.rows if self.ready else (*self.rows, row), seen=self.seen + 1)
 
     def outside(self, row: tuple[float, ...]) -> dict[str, float]:
-        """The signals that lie beyond their limit, on the side of a collapse, and that limit."""
-        return {
-            name: round(limit, 12)
-            for value, (name, limit) in zip(row, self.limits().items(), strict=False)
-            if (value < limit if name in LOW else value > limit)
-        }
+        """The signals beyond their limit, on the side of a collapse, and that limit."""
+        found = {}
+        for name, value, values in zip(BANDED, row, zip(*self.rows, strict=True), strict=False):
+            middle = median(values[:FIRST])
+            width = max(2.8 * median(abs(b - a) for a, b in pairwise(values)), 0.15 * abs(middle), 1e-6)
+            limit = middle - width if name in LOW else middle + width
+            if name == "distance":  # it grows by itself; twice as fast as during the warm-up is too fast
+                limit = 2 * max(values[-1], 1e-6) * self.seen / self.warmup
+            if value < limit if name in LOW else value > limit:
+                found[name] = round(limit, 12)
+        return found

@@ -1,14 +1,14 @@
-"""What the guard of one adapter has learned, and what follows from new signals.
+"""The guard's state of one adapter: what it has learned, when the source model is checked, and how it reacts.
 
-A `Watch` is never changed: reading signals gives a new one. Signals of a step are read `LAG` steps later, on every device:
-by then a GPU has computed them, and runs repeat. Looking (`health`, `state_dict`) reads nothing.
+A `Watch` is immutable: reading signals returns a new one. The signals of a step are read `LAG` steps later on every device: a
+GPU has computed them by then, and runs are reproducible. `health` and `state_dict` read no signals.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,32 +16,32 @@ from torch import Tensor
 
 from come.errors import StateError, saved_number
 from come.guard.config import Event, Guard
-from come.guard.samples import REMEMBERED, no_history
+from come.guard.samples import REMEMBERED, UNUSUAL, no_history
 from come.guard.signals import SIGNALS, Bands
 from come.guard.verdict import CLOSE, LIMIT, LOSS, SURE, TRIAL, Verdict, collapsed, narrow, renewed, surer
 from come.state.trees import replace
 
-LAG = 2
-"""After so many steps the signals of a step are read."""
-WINDOW = 64
-"""Samples that make a row of signals."""
-MOST_APART, CHOOSING_APART = 100, 16
-"""Windows between two questions to the source at most; where it is also about statistics."""
-APART = 0.5
-"""The next question comes after so many times as many windows as have passed since the beginning, at most."""
-MOVED = 0.03
-"""It comes before the answers have moved so much further, if they go on moving as they have."""
-CHANGED, FOLLOWED = 0.1, 0.2
-"""By so much the confidence of the answers differs from what is usual before the source is asked about statistics at once; and
-the share of each window in what is usual."""
-HORIZON = 10_000
-"""Windows that a lowered learning rate should last for, if answers move in proportion to it."""
+LAG = 2  # steps after which the signals of a step are read
+WINDOW = 64  # samples; signals are averaged over windows
+# The next source check comes after at most so many windows (the second where the guard chooses BatchNorm statistics), after at
+# most this fraction of the windows so far, and before the answers have moved this much further at their rate so far.
+MOST_APART, CHOOSING_APART, APART, MOVED = 100, 16, 0.5, 0.03
+CHANGED = 0.1  # change of the confidence that triggers a check of the statistics
+FOLLOWED = 0.2  # weight of each window in the usual confidence
+HORIZON = 10_000  # windows that a lowered learning rate should last, if answers move in proportion to it
+MOST = 2.0**53  # limit on any count: float64 is exact up to here
 
-COUNTED = (
+COUNTED = (  # kinds of events
     *("invalid_samples", "update_refused", "unanswered", "suspicious", "healthy", "collapse", "recovered", "raised"),
     *("statistics", "frozen", "probabilities", "callback_failed"),
 )
-"""Kinds of events."""
+_OF_SAMPLES = {"invalid_samples", "unanswered"}  # counted by samples
+_NAMES = {
+    "share": "share of the most predicted class",
+    "norm": "norm of the logits",
+    "distance": "distance from the source weights",
+}
+_EMPTY = (0.0,) * len(SIGNALS)
 
 
 class Sent(NamedTuple):
@@ -50,21 +50,19 @@ class Sent(NamedTuple):
     step: int
     batch: int
     values: Tensor
-    """ok, invalid samples, unanswered samples, probabilities, the six signals, and the verdict if the source was asked."""
-    arrived: Any = None
-    asked: bool = False
-    """Whether these end a question to the source."""
-    past: bool = False
-    """Whether the adapter was reset since: they are reported, and say nothing about what it is now."""
+    """ok, invalid samples, unanswered samples, probabilities, the six signals, and the `Verdict` if a check was made."""
+    arrived: Any = None  # a CUDA event; None if the values are on the host
+    asked: bool = False  # whether these end a source check
+    past: bool = False  # from before a reset: reported, but they do not describe the model of now
 
 
 def send(step: int, batch: int, values: Tensor) -> Sent:
-    """Start the way to the host, without waiting."""
+    """Start the copy of a step's signals to the host, without waiting."""
     return Sent(step, batch, *to_host(values))
 
 
 def to_host(values: Tensor) -> tuple[Tensor, Any]:
-    """Values on their way to the host, without waiting, and what tells that they are there; None if they are."""
+    """Start a copy to the host; returns it, and the CUDA event of its completion, None on a CPU."""
     if values.device.type != "cuda":
         return values, None
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -76,90 +74,76 @@ def to_host(values: Tensor) -> tuple[Tensor, Any]:
 
 @dataclass(frozen=True)
 class Watch:
-    """See the head of this file."""
+    """The guard's state of one adapter."""
 
     bands: Bands
-    history: Tensor
-    """(9,): typical magnitudes of the last batches, see `come.guard.samples`."""
-    steps: int = 0
-    """Steps over the life of the adapter."""
+    history: Tensor  # (9,): typical magnitudes of the last batches, see `come.guard.samples`
+    steps: int = 0  # over the life of the adapter, as the counters of events
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
-    """How often each kind of event happened, over the life of the adapter; a reset does not clear it."""
     pending: tuple[Sent, ...] = ()
-    latest: tuple[float, ...] = ()
-    """The signals that were read last."""
-    row: tuple[float, ...] = (0.0,) * len(SIGNALS)
+    latest: tuple[float, ...] = ()  # the last signals that were read
+    row: tuple[float, ...] = _EMPTY  # the current window: sums of signals, samples, valid samples
     row_size: int = 0
     row_valid: float = 0.0
-    age: int = 0
-    """Samples since the start, the last recovery, or the last change of statistics or of the stream."""
-    due: int = 0
-    """The age at which the source is asked next."""
-    outside: int = 0
-    """Windows outside the bands in a row."""
-    asking: bool = False
+    age: int = 0  # samples since the start, the last recovery, or the last change of statistics or of the stream
+    due: int = 0  # age of the next source check
+    outside: int = 0  # windows in a row outside the bands
+    asking: bool = False  # whether a source check is running, and its samples
     asked: int = 0
-    """Samples of the current question."""
-    sums: Tensor | None = None
-    """What questions have found so far, see `come.guard.verdict`."""
-    level: float = -1.0
-    """Usual confidence of the answers; -1: not yet known."""
-    agreement: float = 1.0
-    """With the source model, when it was last asked."""
-    scale: float = 1.0
-    """Factor on the learning rate."""
-    trusted: bool = True
-    """Whether statistics of the batch (or the answers of a method without weights) are in use."""
-    frozen: bool = False
+    sums: Tensor | None = None  # of the checks so far, see `come.guard.verdict.compare`
+    level: float = -1.0  # usual confidence of the answers; -1: not yet known
+    agreement: float = 1.0  # with the source model, in the last check
+    scale: float = 1.0  # factor on the learning rate
+    trusted: bool = True  # batch statistics (or the answers of a method without weights) are in use
+    frozen: bool = False  # the source model answers until reset()
 
     @classmethod
     def new(cls, guard: Guard, device: torch.device, chooses: bool) -> Watch:
-        """Before the first batch; `chooses`: between statistics of the batch and the source's, which come first."""
+        """Before the first batch; `chooses`: between the source's BatchNorm statistics, used first, and the batch's."""
         return cls(Bands(guard.warmup), no_history(device), trusted=not chooses)
 
     def anew(self, guard: Guard, chooses: bool) -> Watch:
-        """After a reset by the user: everything learned anew. Counters stay, and what is under way is still reported."""
+        """After a reset by the user: new but for the counters, and signals on their way are still reported."""
         new = Watch.new(guard, self.history.device, chooses)
         return replace(new, steps=self.steps, counters=self.counters, pending=self._past())
 
     def forgotten(self, guard: Guard) -> Watch:
-        """After a reset by the method itself: what is usual is learned anew; what is known of the stream stays."""
+        """After a reset by the method itself: the usual signals are learned anew, all else stays."""
         return replace(self, bands=Bands(guard.warmup), outside=0)
 
     def _past(self) -> tuple[Sent, ...]:
-        """What is under way, as of a time before a reset."""
         return tuple(sent._replace(past=True) for sent in self.pending)
 
     @property
     def decisions(self) -> tuple[Any, ...]:
-        """What the host has decided so far."""
+        """What must be equal on all ranks."""
         return (self.asking, self.trusted, self.frozen, self.scale, self.age, self.due, self.outside)
 
     @property
-    def waiting(self) -> bool:
-        """Whether the answer to a question is on its way."""
-        return any(sent.asked and not sent.past for sent in self.pending)
+    def _checks(self) -> bool:
+        """Whether a source check is running, its result is on its way, or none is needed because the source answers."""
+        return self.asking or self.frozen or any(sent.asked and not sent.past for sent in self.pending)
 
     def counted(self, events: list[Event]) -> Watch:
-        """With these events counted."""
+        """Add these events to the counters."""
         if not events:
             return self
         counters = dict(self.counters)
         for event in events:
-            many = event.details.get("samples", 1) if event.kind in _MANY else 1
+            many = event.details.get("samples", 1) if event.kind in _OF_SAMPLES else 1
             counters[event.kind] = counters.get(event.kind, 0) + int(many)
         return replace(self, counters=counters)
 
-    # ---- when the source is asked ----
+    # ---- when the source is checked ----
 
     def asks(self) -> Watch:
-        """As a step begins: with a question to the source, if it is due."""
+        """Start a source check if one is due."""
         if self.asking or self.frozen or self.age < self.due:
             return self
         return replace(self, asking=True, asked=0, sums=None if self.sums is None else renewed(self.sums))
 
     def stepped(self, guard: Guard, sent: Sent, history: Tensor, sums: Tensor | None, chooses: bool) -> Watch:
-        """After a step whose signals are on their way; `sums` are those of the question that it was a part of, if any."""
+        """After a step; `sums` are those of the source check that it took part in, if any."""
         watch = replace(self, history=history, steps=self.steps + 1, age=self.age + sent.batch)
         if sums is None:
             return replace(watch, pending=(*self.pending, sent))
@@ -169,24 +153,19 @@ class Watch:
         return replace(watch, asking=False, due=watch._next(0.0, chooses)) if ended else watch
 
     def _next(self, moved: float, chooses: bool) -> int:
-        """The age for the next question, if the answers have moved so much until now."""
+        """Age of the next check, if the answers have moved this much so far."""
         age = self.age / WINDOW
         gap = min(APART * age, CHOOSING_APART if chooses else MOST_APART)
         if moved > 0:
             gap = min(gap, age * MOVED / moved)
         return self.age + WINDOW * int(max(1, gap))
 
-    # ---- what signals say ----
+    # ---- reading signals ----
 
     def read(self, guard: Guard, chooses: bool) -> tuple[Watch, list[Event], Event | None]:
-        """Take up the signals that are due.
+        """Read the signals that are due; `chooses`: whether the guard chooses BatchNorm statistics.
 
-        Args:
-            guard: the configuration.
-            chooses: whether there is a choice between statistics of the batch and the source's.
-
-        Returns:
-            the new watch, what happened, and the event that calls for `recovered`: a collapse, or other statistics.
+        Returns the new watch, the events, and the one that `recovered` must follow: a collapse, or a change of statistics.
         """
         watch, events, fallen = self, [], None
         while watch.pending and watch.pending[0].step <= watch.steps - LAG:
@@ -194,112 +173,121 @@ class Watch:
             if sent.arrived is not None:
                 sent.arrived.synchronize()
             ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
-            events += _reports(sent, ok, invalid, unanswered, probabilities, self.counters)
+            events += self._reported(guard, sent, ok, invalid, unanswered, probabilities)
             watch = replace(watch, pending=tuple(left))
             if sent.past or fallen is not None:
                 continue
             signals, valid = tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered
-            watch, seen = watch._judged(guard, sent, signals, valid, chooses)
+            watch, seen = watch._windowed(guard, sent, signals, valid, chooses)
             events += seen
-            if unanswered and not (watch.asking or watch.waiting or watch.frozen):
+            if unanswered and not watch._checks:
                 watch = replace(watch, due=watch.age)
             if sent.asked:
-                watch, seen, fallen = watch._answered(guard, sent, Verdict(*rest[len(SIGNALS) :]), chooses)
-                events += seen
+                watch, event = watch._checked(guard, sent.step, Verdict(*rest[len(SIGNALS) :]), chooses)
+                events += [] if event is None else [event]
+                fallen = event if event is not None and event.kind in ("collapse", "statistics") else None
         return watch.counted(events), events, fallen
 
-    def _judged(
+    def _reported(
+        self, guard: Guard, sent: Sent, ok: float, invalid: float, unanswered: float, probabilities: float
+    ) -> list[Event]:
+        """The events of one step alone."""
+        events = []
+        if invalid:
+            limits = f"limits {guard.largest_input:g} and {UNUSUAL:g} x the usual magnitude"
+            message = f"{invalid:.0f} of {sent.batch} samples are not finite or too large ({limits}): excluded from the update"
+            events.append(Event("invalid_samples", sent.step, message, {"samples": invalid}))
+        if unanswered:
+            message = f"no finite logits for {unanswered:.0f} of {sent.batch} samples: source check due"
+            events.append(Event("unanswered", sent.step, message, {"samples": unanswered}))
+        if not ok:
+            message = "an update was not finite: rejected, weights, moments and method state unchanged"
+            events.append(Event("update_refused", sent.step, message, {}))
+        if probabilities and not self.counters.get("probabilities"):
+            message = "the model seems to return probabilities, not logits: adapt the model without its softmax"
+            events.append(Event("probabilities", sent.step, message, {}))
+        return events
+
+    def _windowed(
         self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float, chooses: bool
     ) -> tuple[Watch, list[Event]]:
-        """Gather signals until they make a window, and compare it with what is usual."""
+        """Add a step's signals to the window; compare a full one with the bands."""
+        watch = replace(self, latest=signals)
         if not (valid > 0 and math.isfinite(sum(signals))):
-            return replace(self, latest=signals), []
+            return watch, []
         row = tuple([a + valid * b for a, b in zip(self.row, signals, strict=True)])
         size, total = self.row_size + sent.batch, self.row_valid + valid
         if size < WINDOW:
-            return replace(self, latest=signals, row=row, row_size=size, row_valid=total), []
+            return replace(watch, row=row, row_size=size, row_valid=total), []
         row = tuple(value / total for value in row)
-        watch = replace(self, latest=signals, row=(0.0,) * len(SIGNALS), row_size=0, row_valid=0.0)
-        if watch.asking or watch.waiting or watch.frozen:
+        watch = replace(watch, row=_EMPTY, row_size=0, row_valid=0.0)
+        if watch._checks:
             return watch, []
-        confidence = row[SIGNALS.index("confidence")]
-        if chooses and watch.level >= 0 and abs(confidence - watch.level) > CHANGED:
-            watch = replace(watch, age=0, due=0, sums=None, level=-1.0)  # the evidence so far is of another stream
+        confidence, level = row[SIGNALS.index("confidence")], watch.level
+        if chooses and level >= 0 and abs(confidence - level) > CHANGED:
+            watch = replace(watch, age=0, due=0, sums=None, level=-1.0)  # the sums are of another stream
         else:
-            level = confidence if watch.level < 0 else watch.level + FOLLOWED * (confidence - watch.level)
-            watch = replace(watch, level=level)
+            watch = replace(watch, level=confidence if level < 0 else level + FOLLOWED * (confidence - level))
         outside = watch.bands.outside(row) if watch.bands.ready else {}
         watch = replace(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
         if watch.outside != guard.patience:
             return watch, []
         found = dict(zip(SIGNALS, row, strict=True))
-        words = ", ".join(f"{_NAMES[name]} {found[name]:.3g} (limit {limit:.3g})" for name, limit in outside.items())
-        message = f"unusual for {guard.patience} windows: {words}; the source model is asked"
+        words = ", ".join(f"{_NAMES.get(name, name)} {found[name]:.3g} (limit {outside[name]:.3g})" for name in outside)
+        message = f"{words} for {guard.patience} windows: source check due"
         event = Event("suspicious", sent.step, message, {name: found[name] for name in outside})
         return replace(watch, due=watch.age), [event]
 
-    def _answered(
-        self, guard: Guard, sent: Sent, found: Verdict, chooses: bool
-    ) -> tuple[Watch, list[Event], Event | None]:
-        """A question has been answered."""
+    def _checked(self, guard: Guard, step: int, found: Verdict, chooses: bool) -> tuple[Watch, Event | None]:
+        """React to the result of a source check."""
         suspicious, watch = self.outside > 0, replace(self, outside=0)
         if not found.samples:
-            message = (
-                "neither the adapted nor the source model has a finite answer: the weights of the model are damaged"
-            )
-            return watch, [Event("unanswered", sent.step, message, {"samples": 0.0})], None
-        watch = replace(watch, agreement=found.agreement)
+            message = "no finite logits from adapted and source model: the weights of the model are damaged"
+            return watch, Event("unanswered", step, message, {"samples": 0.0})
+        watch, checked = replace(watch, agreement=found.agreement), f"{found.samples:.0f} samples checked"
+        agreement = f"agreement with the source model {found.agreement:.2f}"
+        if not (watch.trusted or chooses):  # the source answers in place of a method without weights
+            if found.agreement < TRIAL:
+                return watch, None
+            message = f"{agreement} (limit {TRIAL:.2f}), {checked}: the method answers again"
+            return replace(watch, trusted=True), Event("raised", step, message, {"agreement": found.agreement})
         details: dict[str, float | str] = dict(found._asdict())
-        checked = f"{found.samples:.0f} samples checked"
         if chooses and bool(surer(found, watch.trusted)) != watch.trusted:
-            before = found.confidence - (found.gain if watch.trusted else 0)
-            words = "the source's statistics" if watch.trusted else "statistics of the batch"
+            source = found.confidence - (found.gain if watch.trusted else 0)
             message = (
-                f"BatchNorm on {words}, source weights restored: their confidence is {before + found.gain:.2f} with "
-                f"statistics of the batch, {before:.2f} with the source's, {checked}"
+                f"BatchNorm on {'the source' if watch.trusted else 'batch'} statistics, source weights restored: confidence "
+                f"{source + found.gain:.2f} with batch statistics, {source:.2f} with the source's, {checked}"
             )
-            event = Event("statistics", sent.step, message, details)
-            return watch, [event], event
-        if not (watch.trusted or chooses):
-            return watch._tried(sent, found)
+            return watch, Event("statistics", step, message, details)
+        renewed_bands = replace(watch, bands=Bands(guard.warmup))
         if bool(collapsed(found)):
-            event = Event("collapse", sent.step, f"collapse: {_why(found)}, {checked}", details)
-            return replace(watch, bands=Bands(guard.warmup)) if guard.policy == "warn" else watch, [event], event
+            event = Event("collapse", step, f"collapse: {agreement} (limit {_limit(found)}), {checked}", details)
+            return renewed_bands if guard.policy == "warn" else watch, event
         if suspicious:
-            watch = replace(watch, bands=Bands(guard.warmup))  # it is the data that changed: learn anew what is usual
+            watch = renewed_bands  # the data has changed, not the model
         watch = replace(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
-        message = f"healthy: agreement with the source model {found.agreement:.2f}, {checked}"
-        return watch, [Event("healthy", sent.step, message, details)], None
-
-    def _tried(self, sent: Sent, found: Verdict) -> tuple[Watch, list[Event], Event | None]:
-        """A method without weights was tried while the source answers."""
-        if found.agreement < TRIAL:
-            return self, [], None
-        message = f"tried on {found.samples:.0f} samples: agreement {found.agreement:.2f}; the method answers again"
-        event = Event("raised", sent.step, message, {"agreement": found.agreement})
-        return replace(self, trusted=True), [event], None
-
-    # ---- what is done ----
+        message = f"healthy: {agreement}, {checked}"
+        return watch, Event("healthy", step, message, details)
 
     def recovered(self, guard: Guard, cause: Event, weightless: bool = False) -> tuple[Watch, list[Event]]:
-        """After a collapse, or with other statistics: the new watch, and what is to be said."""
+        """After a collapse or a change of statistics: the new watch, and what to report."""
         base = replace(self, age=0, due=0, outside=0, asking=False, asked=0, level=-1.0, pending=self._past())
         if cause.kind == "statistics":
             return replace(base, trusted=not self.trusted), []
         if guard.policy == "freeze":
-            event = Event("frozen", cause.step, "the source model answers from now on; reset() ends it", {})
-            return replace(base, frozen=True), [event]
+            message = "the source model answers until reset()"
+            return replace(base, frozen=True), [Event("frozen", cause.step, message, {})]
         if weightless:
-            message = "the source model answers until a trial finds the method well"
+            message = "the source model answers until the method agrees with it again"
             return replace(base, trusted=False), [Event("recovered", cause.step, message, {})]
         scale = self.scale * min(guard.backoff, max(1, self.age / WINDOW) / HORIZON)
         message = f"source weights restored, learning rate x {scale:g} until reset()"
         return replace(base, scale=scale), [Event("recovered", cause.step, message, {"lr_scale": scale})]
 
-    # ---- what it says ----
+    # ---- what is reported and saved ----
 
     def health(self) -> dict[str, float]:
-        """Counters and gauges as flat numbers, as an exporter for Prometheus wants them."""
+        """Counters and gauges as flat numbers, for Prometheus and the like."""
         return {
             "steps": float(self.steps),
             **{kind: float(self.counters.get(kind, 0)) for kind in COUNTED},
@@ -307,19 +295,17 @@ class Watch:
             "batch_statistics": float(self.trusted),
             "agreement": self.agreement,
             **dict(zip(SIGNALS, self.latest, strict=False)),
-        } | {"frozen": float(self.frozen)}
-
-    # ---- as tensors ----
+            "frozen": float(self.frozen),  # the gauge, not the counter
+        }
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it as a flat dictionary of tensors; waits for the device."""
-        kept = {name: torch.tensor(float(getattr(self, name)), dtype=torch.float64) for name in _NUMBERS}
-        kept["counters"] = torch.tensor([float(self.counters.get(kind, 0)) for kind in COUNTED], dtype=torch.float64)
+        """The state as a flat dictionary of tensors; synchronizes with the device."""
+        lists = {name: list(getattr(self, name)) for name in ("row", "latest")}
+        lists["counters"] = [float(self.counters.get(kind, 0)) for kind in COUNTED]
+        numbers = {name: float(getattr(self, name)) for name in _NUMBERS}
+        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in (numbers | lists).items()}
         kept["rows"] = torch.tensor(self.bands.rows, dtype=torch.float64).reshape(-1, len(SIGNALS))
-        kept["seen"] = torch.tensor(self.bands.seen)
-        kept["row"] = torch.tensor(self.row, dtype=torch.float64)
-        kept["latest"] = torch.tensor(self.latest, dtype=torch.float64)
-        kept["history"] = self.history
+        kept |= {"seen": torch.tensor(self.bands.seen), "history": self.history}
         if self.sums is not None:
             kept["sums"] = self.sums
         for i, sent in enumerate(self.settled().pending):
@@ -329,13 +315,11 @@ class Watch:
 
     @classmethod
     def of(cls, saved: Mapping[str, Tensor], guard: Guard, weights: Tensor) -> Watch:
-        """From `tensors()`; raises `StateError` if something is missing or does not fit."""
+        """Read `tensors()` back; raises `StateError` if something is missing or does not fit."""
         needed = {*_NUMBERS, "counters", "rows", "seen", "row", "latest", "history"}
-        known = needed | {"sums"}
-        if missing := (needed - set(saved)) | {
-            name for name in saved.keys() - known if not name.startswith("pending.")
-        }:
-            raise StateError(f"the guard's part of the state is damaged at {', '.join(sorted(missing))}")
+        more = saved.keys() - needed - {"sums"}
+        if bad := (needed - saved.keys()) | {name for name in more if not name.startswith("pending.")}:
+            raise StateError(f"the guard's part of the state is damaged at {', '.join(sorted(bad))}")
         rows, history, width = saved["rows"], saved["history"], len(SIGNALS)
         known_history = history[~history.isnan()]  # NaN: no batch yet
         sound = {
@@ -346,22 +330,15 @@ class Watch:
             "history": history.shape == (REMEMBERED,) and _in_range(known_history, 0),
             "sums": "sums" not in saved or (saved["sums"].ndim == 1 and _in_range(saved["sums"])),
         }
-        if bad := [name for name, good in sound.items() if not good]:
+        if wrong := [name for name, good in sound.items() if not good]:
             raise StateError(
-                f"guard.{bad[0]} of the state has a wrong shape or values out of range; use an older snapshot"
+                f"guard.{wrong[0]} of the state has a wrong shape, or values out of range; use an older snapshot"
             )
-        numbers = {}
-        for spec in fields(cls):
-            if spec.name in _NUMBERS:
-                kind = {"bool": bool, "int": int}.get(str(spec.type), float)
-                value = saved_number(
-                    f"guard.{spec.name}", saved[spec.name], *_NUMBERS[spec.name], whole=kind is not float
-                )
-                numbers[spec.name] = kind(value)
+        numbers: dict[str, Any] = {}
+        for name, (kind, low, high) in _NUMBERS.items():
+            numbers[name] = kind(saved_number(f"guard.{name}", saved[name], low, high, whole=kind is not float))
         seen = int(saved_number("guard.seen", saved["seen"], len(rows), MOST, whole=True))
-        pending = [
-            _sent(f"pending.{i}", saved.get(f"pending.{i}"), numbers["steps"]) for i in range(len(saved.keys() - known))
-        ]
+        pending = [_sent(f"pending.{i}", saved.get(f"pending.{i}"), numbers["steps"]) for i in range(len(more))]
         return cls(
             bands=Bands(guard.warmup, tuple(tuple(row) for row in rows.tolist()), seen),
             history=history.to(weights.device).clone(),
@@ -374,47 +351,34 @@ class Watch:
         )
 
     def settled(self) -> Watch:
-        """With the signals that are under way on the host; waits for the device."""
+        """Wait until pending signals are on the host."""
         for sent in self.pending:
             if sent.arrived is not None:
                 sent.arrived.synchronize()
         return replace(self, pending=tuple(sent._replace(arrived=None) for sent in self.pending))
 
     def to(self, device: torch.device) -> Watch:
-        """With all tensors on that device."""
+        """Move all tensors to a device."""
         sums = None if self.sums is None else self.sums.to(device)
         return replace(self, history=self.history.to(device), sums=sums)
 
 
-_MANY = {"invalid_samples", "unanswered"}
-"""Events that count samples."""
-MOST = 2.0**53
-"""More than anything is counted to, and a float64 up to here is exact."""
-_NUMBERS = {
-    **dict.fromkeys(("steps", "age", "due", "outside", "asked"), (0, MOST)),
-    **dict.fromkeys(("asking", "trusted", "frozen", "scale"), (0, 1)),
-    **{"row_size": (0, WINDOW - 1), "row_valid": (0, WINDOW), "agreement": (0, 1 + 1e-6), "level": (-1, 1 + 1e-6)},
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    **dict.fromkeys(("steps", "age", "due", "outside", "asked"), (int, 0, MOST)),
+    **dict.fromkeys(("asking", "trusted", "frozen"), (bool, 0, 1)),
+    **{"scale": (float, 0, 1), "row_size": (int, 0, WINDOW - 1), "row_valid": (float, 0, WINDOW)},
+    **{"agreement": (float, 0, 1 + 1e-6), "level": (float, -1, 1 + 1e-6)},
 }
-"""Where they may lie."""
-_NAMES = {
-    "share": "share of the most predicted class",
-    "entropy": "entropy",
-    "uncertainty": "uncertainty",
-    "norm": "norm of the logits",
-    "distance": "distance from the source weights",
-}
+"""Type and range of the numbers that are saved."""
 
 
-def _why(found: Verdict) -> str:
-    """Which limit was crossed, for an operator."""
+def _limit(found: Verdict) -> str:
+    """The limit on the agreement that a collapse has crossed."""
     if found.agreement < LIMIT:
-        return f"agreement with the source model {found.agreement:.2f} (limit {LIMIT:.2f})"
+        return f"{LIMIT:.2f}"
     if narrow(found):
-        return (
-            f"agreement with the source model {found.agreement:.2f} (limit {CLOSE:.2f} where fewer classes are named), "
-            f"{found.spread:.2f} times as many classes"
-        )
-    return f"agreement with the source model {found.agreement:.2f} (limit {1 - LOSS / max(found.confidence, SURE):.2f})"
+        return f"{CLOSE:.2f} where fewer classes are predicted: {found.spread:.2f} times as many"
+    return f"{1 - LOSS / max(found.confidence, SURE):.2f}"
 
 
 def _in_range(values: Tensor, low: float = -math.inf, high: float = math.inf) -> bool:
@@ -423,31 +387,11 @@ def _in_range(values: Tensor, low: float = -math.inf, high: float = math.inf) ->
 
 
 def _sent(name: str, saved: Tensor | None, steps: int) -> Sent:
-    """Signals that were on their way when the state was saved."""
+    """Read saved pending signals."""
     if saved is not None and saved.ndim == 1 and len(saved) > 4 and _in_range(saved[:4], 0, MOST):
         step, batch, asked, past = (int(value) for value in saved[:4].tolist())
         counts, verdict = saved[4:8], saved[8 + len(SIGNALS) :]
         whole = (len(verdict) == len(Verdict._fields) and _in_range(verdict)) or not (asked or len(verdict))
         if whole and step < steps and _in_range(counts, 0, batch) and asked <= 1 and past <= 1:
             return Sent(step, batch, saved[4:].clone(), None, bool(asked), bool(past))
-    raise StateError(f"guard.{name} of the state is missing, or not the signals of a step; use an older snapshot")
-
-
-def _reports(
-    sent: Sent, ok: float, invalid: float, unanswered: float, probabilities: float, counters: Mapping[str, int]
-) -> list[Event]:
-    """What the signals of one step say by themselves."""
-    events = []
-    if invalid:
-        message = f"{invalid:.0f} of {sent.batch} samples are not finite or absurdly large; they drive no update"
-        events.append(Event("invalid_samples", sent.step, message, {"samples": invalid}))
-    if unanswered:
-        message = f"no finite answer for {unanswered:.0f} of {sent.batch} samples; the source model is asked"
-        events.append(Event("unanswered", sent.step, message, {"samples": unanswered}))
-    if not ok:
-        message = "an update was not finite and was rejected; weights, moments and memory are as before"
-        events.append(Event("update_refused", sent.step, message, {}))
-    if probabilities and not counters.get("probabilities"):
-        message = "the model seems to return probabilities, not logits: adapt the model without its softmax"
-        events.append(Event("probabilities", sent.step, message, {}))
-    return events
+    raise StateError(f"guard.{name} of the state is missing or damaged; use an older snapshot")

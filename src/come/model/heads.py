@@ -14,26 +14,24 @@ from come.errors import ConfigError, ModelError
 class Head:
     """The linear layer that gives a model's logits.
 
-    It is looked for through public interfaces: `get_classifier()` (timm), else the last linear layer that the model
-    registers (torchvision, transformers, most others); whether it really gives the logits is checked when the model runs.
+    It is found by `get_classifier()` (timm), else as the last linear layer that the model registers (torchvision, transformers,
+    most others); `pick` checks in a forward whether it really gives the logits.
 
     Args:
         model: the classifier.
         head: the name of the layer, the layer itself, or None to find it.
 
     Raises:
-        ModelError: there is no linear layer to be found.
+        ModelError: no linear layer was found.
 
     Example:
-        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> head = Head(model)
-        >>> head.name
+        >>> Head(nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))).name
         '3'
     """
 
     def __init__(self, model: nn.Module, head: str | nn.Module | None = None) -> None:
         linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        kind = type(model).__name__
+        kind = self._kind = type(model).__name__
         if isinstance(head, str):
             if head not in dict(model.named_modules()):
                 raise ConfigError(f"head must name a module of {kind}, got {head!r}")
@@ -51,10 +49,9 @@ class Head:
                 + (f", e.g. one of {', '.join(list(linear)[-3:])}" if linear else "")
             )
         self.name, self.linear = names[0], linear[names[0]]
-        self._kind = kind
 
     def pick(self, seen: Sequence[tuple[Tensor, Tensor]], logits: Tensor) -> Tensor:
-        """Of all (input, output) of the layer in a forward, the input (B, d) that gave the logits (B, K)."""
+        """The features (B, d) that gave the logits (B, K), from all (input, output) of the layer in a forward."""
         for features, out in seen:
             same = out is logits or (out.shape == logits.shape and torch.equal(out, logits))
             if same and features.ndim == 2:

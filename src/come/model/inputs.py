@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out of it, checked before anything changes."""
+"""A model's inputs and logits, checked before anything changes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,30 @@ from come.errors import InputError, require, unknown
 from come.state.trees import leaves
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-"""A batch as people write it: a tensor, or the arguments of the model as a tuple or a mapping."""
-UNKNOWN = -1e4
-"""The logits of a sample that could not be answered: no class is favoured, and there is no evidence for any."""
-
-
+"""A batch: a tensor, or the arguments of the model as a tuple or a mapping."""
 Key = int | str
 """An argument of a call: its position, or its name."""
+UNKNOWN = -1e4
+"""All logits of a sample without an answer: no class is preferred, and none has evidence."""
 TOKENS = frozenset({"input_ids", "input_values", "input_features", "attention_mask", "token_type_ids"})
-"""What tokenizers and feature extractors of transformers return: an entry per sample, by the convention of that library."""
+"""What tokenizers and feature extractors of transformers return: each has one entry per sample."""
 
 
 class Inputs(NamedTuple):
-    """One batch as the model is called with it: `model(*args, **kwargs)`.
+    """The arguments of one call of a model, `model(*args, **kwargs)`.
 
-    Example:
-        >>> Inputs.of({"pixel_values": torch.zeros(4, 3)}).size
-        4
+    >>> Inputs.of({"pixel_values": torch.zeros(4, 3)}).size
+    4
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     samples: frozenset[Key] = frozenset()
-    """Which arguments are tensors with one entry per sample. All samples share the others."""
+    """The arguments with one entry per sample; all samples share the others."""
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> Inputs:
-        """Read a call with one tensor; see `Arguments` for others."""
+        """Read a call with one tensor; `Arguments` reads others."""
         return Arguments().of(args, kwargs)
 
     @property
@@ -59,32 +56,31 @@ class Inputs(NamedTuple):
         return [*self.args, *self.kwargs.values()]
 
     def map(self, change: Callable[[Any], Any]) -> Inputs:
-        """Every argument replaced by what `change` makes of it."""
+        """Apply `change` to every argument."""
         return self.map_samples(change, change)
 
     def map_samples(self, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Inputs:
-        """Tensors with one entry per sample replaced by what `change` makes of them, and the rest by `other`."""
+        """Apply `change` to the tensors with one entry per sample, and `other` to the rest."""
         new = {key: (change if key in self.samples else other)(value) for key, value in self.items()}
         kwargs = {name: new[name] for name in self.kwargs}
         return Inputs(tuple(new[i] for i in range(len(self.args))), kwargs, self.samples)
 
     def per_sample(self) -> list[Tensor]:
-        """The tensors that have one entry per sample."""
+        """The tensors with one entry per sample."""
         return [value for key, value in self.items() if key in self.samples]
 
     def take(self, chosen: slice | Tensor) -> Inputs:
-        """Some of the samples; arguments that all samples share stay as they are.
+        """Some of the samples; shared arguments stay as they are.
 
-        Example:
-            >>> x = Arguments(per_sample=(0,)).of((torch.zeros(4, 3),), {"heads": torch.ones(4)})
-            >>> some = x.take(slice(0, 1))
-            >>> some.args[0].shape, some.kwargs["heads"].shape
-            (torch.Size([1, 3]), torch.Size([4]))
+        >>> x = Arguments(per_sample=(0,)).of((torch.zeros(4, 3),), {"heads": torch.ones(4)})
+        >>> some = x.take(slice(0, 1))
+        >>> some.args[0].shape, some.kwargs["heads"].shape
+        (torch.Size([1, 3]), torch.Size([4]))
         """
         return self.map_samples(lambda value: value[chosen])
 
     def image(self, who: str) -> Tensor:
-        """The images (B, C, H, W); `who` needs them and is named in the error if there are none."""
+        """The images (B, C, H, W); `who` needs them, and is named in the error if there are none."""
         found: list[Tensor] = [v for v in self.per_sample() if _is_image(v)]
         if len(found) == 1:
             return found[0]
@@ -95,7 +91,7 @@ class Inputs(NamedTuple):
         )
 
     def with_image(self, images: Tensor) -> Inputs:
-        """Other images, (V * B, C, H, W) for any V, in place of these; other per-sample tensors are repeated V times."""
+        """Replace the images by (V * B, C, H, W) for any V; other per-sample tensors are repeated V times."""
         times = images.shape[0] // self.size
         return self.map_samples(
             lambda value: images if _is_image(value) else value.repeat(times, *[1] * (value.ndim - 1))
@@ -103,14 +99,14 @@ class Inputs(NamedTuple):
 
 
 class Arguments:
-    """Reads calls of a model: which arguments have one entry per sample.
+    """Reads calls of a model, and finds the arguments with one entry per sample.
 
-    A single tensor has. Of several tensors nobody can tell by their length: a table of 8 classes beside 8 samples is not of
-    the samples. So they are named, or the call is refused; models of transformers name theirs by convention.
+    A single tensor has. Several cannot be told apart by length (a table of 8 classes beside 8 samples), so they must be named
+    in `per_sample`; models of transformers name theirs by convention.
 
     Args:
-        model: whose `forward` is called; None if it is not known.
-        per_sample: names or positions of the arguments with one entry per sample; None: not said.
+        model: the model that is called; None if it is not known.
+        per_sample: names or positions of the arguments with one entry per sample; None: not given.
 
     Example:
         >>> Arguments(nn.Bilinear(3, 3, 2), ["input1"]).of((torch.zeros(4, 3), torch.zeros(4, 3)), {}).samples
@@ -118,7 +114,10 @@ class Arguments:
     """
 
     def __init__(self, model: nn.Module | None = None, per_sample: Collection[Key] | None = None) -> None:
-        parameters = _parameters(model)
+        try:
+            parameters = [] if model is None else list(inspect.signature(model.forward).parameters.values())
+        except (TypeError, ValueError):  # a forward that Python knows nothing about
+            parameters = []
         places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [p.name for p in parameters if p.kind in places]
         self._said = None if per_sample is None else frozenset(map(self._key, _keys(per_sample)))
@@ -127,11 +126,10 @@ class Arguments:
             for name in self._said or ():
                 if isinstance(name, str) and name not in known:
                     raise unknown("argument", name, known, f"per_sample takes those of {type(model).__name__}.forward")
-        kinds = type(model).__mro__
-        self._tokens = any(kind.__module__.partition(".")[0] == "transformers" for kind in kinds)
+        self._tokens = any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Read a call; a single mapping stands for keyword arguments, a single tuple or list for positional ones."""
+        """Read a call; a single mapping holds keyword arguments, a single tuple or list positional ones."""
         only = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(only, Mapping):
             args, kwargs = (), dict(only)
@@ -140,7 +138,12 @@ class Arguments:
         x = Inputs(args, kwargs)
         names = {key: self._key(key) for key, value in x.items() if any(t.ndim for t in leaves(value))}
         if self._said is None and len(names) > 1 and not (self._tokens and TOKENS.issuperset(names.values())):
-            raise self._ambiguous(x, names)
+            counts = {names[key]: len(value) for key, value in x.items() if isinstance(value, Tensor) and value.ndim}
+            likely = tuple(name for name, count in counts.items() if count == next(iter(counts.values())))
+            raise InputError(
+                f"{_listed(names.values())} are tensors; which of them have one entry per sample? Name those, e.g. "
+                f"come.adapt(model, ..., per_sample={likely})"
+            )
         samples = frozenset(key for key, name in names.items() if self._said is None or name in self._said)
         if names and not samples:
             raise InputError(
@@ -159,24 +162,8 @@ class Arguments:
         return x
 
     def _key(self, key: Key) -> Key:
-        """The name of an argument, however it was given; its position if the model does not name it."""
+        """The name of an argument given by name or position; its position if the model does not name it."""
         return self._names[key] if isinstance(key, int) and key < len(self._names) else key
-
-    def _ambiguous(self, x: Inputs, names: dict[Key, Key]) -> InputError:
-        lengths = {names[key]: len(value) for key, value in x.items() if isinstance(value, Tensor) and value.ndim}
-        likely = tuple(name for name, length in lengths.items() if length == next(iter(lengths.values())))
-        return InputError(
-            f"{_listed(names.values())} are tensors; which of them have one entry per sample? Name those, e.g. "
-            f"come.adapt(model, ..., per_sample={likely})"
-        )
-
-
-def _parameters(model: nn.Module | None) -> list[inspect.Parameter]:
-    """What the model's forward takes; empty if Python does not know."""
-    try:
-        return [] if model is None else list(inspect.signature(model.forward).parameters.values())
-    except (TypeError, ValueError):
-        return []
 
 
 def _keys(per_sample: Any) -> Collection[Key]:
@@ -190,7 +177,7 @@ def _keys(per_sample: Any) -> Collection[Key]:
 
 
 def _listed(names: Iterable[Key]) -> str:
-    """In words: "x, mask and argument 2"."""
+    """For a message: "x, mask and argument 2"."""
     words = [name if isinstance(name, str) else f"argument {name}" for name in names]
     return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
 
@@ -200,10 +187,7 @@ def _is_image(value: Any) -> bool:
 
 
 def checked(x: Inputs, empty: bool = False) -> Inputs:
-    """`x` if a model can be called with it; inference tensors are copied, because autograd cannot save them.
-
-    `empty`: whether it may hold no sample.
-    """
+    """Check that a model can be called with `x`, with or without `empty` batches; copies inference tensors, for autograd."""
     for value in x.values():
         if isinstance(value, Tensor) and value.layout != torch.strided:
             raise InputError(f"the input has layout {value.layout}; pass a dense tensor: x.to_dense()")
@@ -227,11 +211,10 @@ def checked(x: Inputs, empty: bool = False) -> Inputs:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32 if it is in half precision, else as it is.
+    """`x` in float32 if it has half precision.
 
-    Example:
-        >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
-        torch.float32
+    >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
     """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -239,10 +222,8 @@ def at_least_float32(x: Tensor) -> Tensor:
 def answered(logits: Tensor) -> Tensor:
     """Which samples (B,) have usable logits: no NaN, no +inf, not all -inf. A class masked by -inf is fine.
 
-    Example:
-        >>> inf, nan = torch.inf, torch.nan
-        >>> answered(torch.tensor([[0.0, -inf], [nan, 0.0], [-inf, -inf]]))
-        tensor([ True, False, False])
+    >>> answered(torch.tensor([[0.0, -torch.inf], [torch.nan, 0.0], [-torch.inf, -torch.inf]]))
+    tensor([ True, False, False])
     """
     most = logits.amax(dim=1)  # propagates NaN, and is -inf only if all are
     return (most - most) == 0  # finite, in fewer operations
@@ -268,9 +249,7 @@ def logits_of(out: Any, batch: int) -> Tensor:
 
 
 def expected_dims(model: nn.Module) -> int | None:
-    """How many dimensions the first convolution takes, the batch included; None without one."""
-    for module in model.modules():
-        for dims, kind in ((3, nn.Conv1d), (4, nn.Conv2d), (5, nn.Conv3d)):
-            if isinstance(module, kind):
-                return dims
-    return None
+    """Number of dimensions of the first convolution's input, batch included; None without a convolution."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    dims = (3 + i for module in model.modules() for i, kind in enumerate(kinds) if isinstance(module, kind))
+    return next(dims, None)

@@ -1,10 +1,9 @@
-"""Locks for models: adapters that share a module take turns, a fork waits for the steps under way, and Ctrl-C frees them.
+"""Locks for models: adapters that share a module take turns, a fork waits for running steps, and Ctrl-C releases the locks.
 
-Python raises a KeyboardInterrupt between two bytecodes of the main thread, so also inside a lock's `__enter__` or `__exit__`
-that is written in Python, `threading.Condition` included: after that no other thread ever gets the lock. Between the C code
-of an `RLock` and the `with` block around it there is no such place. So locks are only taken by `with` on an `RLock` itself.
-
-`_registry` is taken last: no other lock is waited for while it is held.
+Python can raise KeyboardInterrupt between any two bytecodes of the main thread, also inside an `__enter__` or `__exit__` that
+is written in Python (`threading.Condition` included); the lock is then never released. `with` on an `RLock`, which is written
+in C, cannot be interrupted there, so locks are only taken that way. `_registry` is taken last: no thread that holds it waits
+for another lock.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Lock:
-    """A reentrant lock with a number, by which several are taken in the same order everywhere."""
+    """A numbered reentrant lock: several are always taken in the order of their numbers."""
 
     _numbers = itertools.count()
 
@@ -37,17 +36,15 @@ class _Lock:
 _of: weakref.WeakKeyDictionary[nn.Module, _Lock] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[_Lock] = weakref.WeakSet()
 _registry: Any = threading.RLock()
-_forking = threading.local()
-"""What this thread has taken for a fork."""
+_forking = threading.local()  # the locks that this thread has taken for a fork
 
 
 class ModelLock:
-    """The lock of a model: of all its modules, so that wrappers of one model exclude each other too.
+    """The lock of a model and all its modules, so that wrappers of one model exclude each other too.
 
-    Example:
-        >>> model = nn.Linear(2, 2)
-        >>> ModelLock(model).run(lambda: ModelLock(nn.Sequential(model)).run(lambda: "one thread may take it twice"))
-        'one thread may take it twice'
+    >>> model = nn.Linear(2, 2)
+    >>> ModelLock(model).run(lambda: ModelLock(nn.Sequential(model)).run(lambda: "one thread may take it twice"))
+    'one thread may take it twice'
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,12 +55,12 @@ class ModelLock:
         self._locks = sorted(found, key=lambda lock: lock.number)
 
     def run(self, call: Callable[[], T]) -> T:
-        """Call a function while no other thread runs the model; locks and torch's modes are as before when it ends."""
+        """Call a function while no other thread runs the model; restores locks and torch's modes at the end."""
         return _holding(self._locks, lambda: _in_modes_of_its_own(call))
 
 
 def _holding(locks: Sequence[_Lock], call: Callable[[], T]) -> T:
-    """Call a function while this thread holds all these locks."""
+    """Call a function with all these locks held."""
     if not locks:
         return call()
     lock = locks[0].lock
@@ -77,10 +74,10 @@ def _holding(locks: Sequence[_Lock], call: Callable[[], T]) -> T:
 
 
 def _in_modes_of_its_own(call: Callable[[], T]) -> T:
-    """Call a function outside of inference mode; what it leaves of torch's modes is undone.
+    """Call a function outside of inference mode, and restore torch's modes.
 
-    An interrupt in `torch.no_grad`, `torch.vmap` or a `TorchFunctionMode`, which are written in Python, leaves these on; or
-    their ends fail after it.
+    `torch.no_grad`, `torch.vmap` and `TorchFunctionMode` are written in Python: an interrupt in them leaves them on, or makes
+    their exit fail.
     """
     c, handled = torch._C, sys.exc_info()[1]
     grad, layers = torch.is_grad_enabled(), c._functorch.get_dynamic_layer_stack_depth()
@@ -109,7 +106,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """A method that runs while no other thread runs the model of its object: one with a `ModelLock` as `_lock`."""
+    """Decorate a method of an object with a `ModelLock` as `_lock`: it runs while no other thread runs the model."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -119,9 +116,9 @@ def exclusive(method: Method) -> Method:
 
 
 def _before_fork() -> None:
-    """Wait for the steps of other threads: the child would find their models half way.
+    """Wait for the steps of other threads: the child would inherit their models in the middle of a step.
 
-    A thread that holds one lock may wait for another one, or for the registry. So nothing is held while this one waits.
+    Nothing is held while waiting, since a thread that holds one lock may wait for another one, or for the registry.
     """
     while True:
         with _registry:
@@ -129,7 +126,7 @@ def _before_fork() -> None:
         busy = next((lock for lock in known if not _taken_for_fork(lock)), None)
         if busy is None:
             _registry.acquire()
-            if all(lock.lock._is_owned() for lock in tuple(_all)):  # none was made meanwhile
+            if all(lock.lock._is_owned() for lock in tuple(_all)):  # no new one meanwhile
                 return
             _registry.release()
         _release_after_fork()

@@ -1,19 +1,17 @@
 """One stream over several processes: N ranks with batches of B adapt as one process with a batch of N x B does.
 
-Every rank holds the batches of all ranks, in rank order, and computes the same step. Only calls of the model are divided:
+Every rank gathers the batches of all ranks, in rank order, and computes the same step. Only calls of the model are divided:
 
     x (n, ...)  -> this rank's rows -> model -> logits of these rows -> gathered: logits (n, K) on every rank
 
-So what is computed from logits (objective, selection, averages, signals of the guard) and what is drawn (views, masks) is of
-the whole batch and the same on every rank, and a method need not know. In the backward each rank takes its own rows of the
-gradient, and the gradients of the weights are summed over the ranks:
+So everything else (objective, selection, random draws, the guard) sees the whole batch and is the same on every rank. In the
+backward each rank takes its rows of the gradient, and the gradients of the weights are summed over the ranks:
 
     _Gathered   forward: rows of all ranks          backward: own rows
     _Summed     forward: the identity               backward: sum over the ranks
 
-The statistics of a BatchNorm layer are those of the rows of all ranks (`Part.moments`), with a gradient through both.
-
-A call of fewer rows than there are ranks is not divided: every rank computes all of it, and the answer of the first one counts.
+BatchNorm statistics are those of all ranks' rows (`Part.moments`), with gradients. A call with fewer rows than ranks is not
+divided: every rank computes all of it, and the answer of the first one counts.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Ranks:
-    """The processes that share one stream, and what they tell each other.
+    """The processes that share one stream, and their communication.
 
     Args:
         group: a process group of `torch.distributed`; None is the default one.
@@ -68,14 +66,12 @@ class Ranks:
             raise ConfigError(
                 "ranks: this process is not in the given process group; call come.adapt() in its members only"
             )
-        self.device = torch.device("cpu")
-        """Where the model is."""
-        self.lost = ""
-        """Why the ranks can no longer work together; empty while they can."""
+        self.device = torch.device("cpu")  # of the model
+        self.lost = ""  # why the ranks can no longer work together; empty while they can
 
     @classmethod
     def of(cls, value: Any) -> Ranks | None:
-        """What `ranks=` of `come.adapt` stands for: False, True or a process group; None where there is one process."""
+        """Read `ranks=` of `come.adapt`: False, True or a process group; None if there is one process only."""
         if value is False:
             return None
         if value is not True and not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
@@ -84,32 +80,27 @@ class Ranks:
         return found if found.size > 1 else None
 
     def __str__(self) -> str:
-        """For a repr."""
-        return f", ranks={self.size}"
+        return f", ranks={self.size}"  # in the repr of an adapter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of an adapter is on the same ranks."""
-        return self
+        return self  # a copy of an adapter is on the same ranks
 
     def __reduce__(self) -> Any:
-        """For pickles: in the process that reads it there must be such ranks again."""
         if self.group is not None:
             raise ConfigError("an adapter on a process group of its own cannot be pickled; save() its state")
         return Ranks, ()
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes files: the first one does, and when the ranks have lost each other any does."""
+        """Whether this rank writes files: the first one does, and every one if the ranks have lost each other."""
         return self.rank == 0 or bool(self.lost)
 
     # ---- before a step ----
 
     def check_model(self, model: nn.Module, method: str, reason: str) -> None:
-        """Refuse what cannot be divided; `reason` is why the method cannot."""
+        """Raise if the model or the method cannot be divided; `reason` is why the method cannot."""
         if reason:
-            raise ConfigError(
-                f"{method} cannot run on several ranks: {reason}; adapt with ranks=False, or use another method"
-            )
+            raise ConfigError(f"{method} cannot run on several ranks: {reason}; use ranks=False, or another method")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError(
                 "the ranks exchange gradients themselves; adapt the module in DistributedDataParallel: model.module"
@@ -118,13 +109,10 @@ class Ranks:
     def agree(
         self, fixed: dict[str, Any], configuration: str, fingerprint: Callable[[], bytes], device: torch.device
     ) -> None:
-        """Check that all ranks adapt the same model in the same way; what the first has found in source data holds for all.
+        """Raise unless all ranks adapt the same model in the same way.
 
-        Args:
-            fixed: what `Method.setup` has found; its tensors are replaced by the first rank's.
-            configuration: as text.
-            fingerprint: of the source model and of `fixed`.
-            device: where the model is.
+        `fixed` is what `Method.setup` returned: its tensors are replaced by the first rank's. The fingerprint is that of the
+        source model and of `fixed`.
         """
         self.device = device
         found = {name: value for name, value in sorted(fixed.items()) if isinstance(value, Tensor)}
@@ -141,50 +129,37 @@ class Ranks:
             raise ConfigError(f"rank {different[0]} and rank 0 do not have the same {what}")
 
     def batch(self, read: Callable[[], Inputs], count: int, state: str, device: torch.device) -> tuple[Inputs, slice]:
-        """The batch of all ranks, and which rows of it are this rank's.
+        """The batch of all ranks, and the slice of this rank's rows.
 
-        All or none of the ranks raise: if one cannot take its batch, or is in another state, no rank takes a step.
-
-        Args:
-            read: gives this rank's batch; it may be empty.
-            count: batches before this one.
-            state: what must be the same on all ranks, as text.
-            device: where the model is.
+        `read` returns this rank's batch, which may be empty. If one rank refuses its batch, has seen another `count` of batches
+        or has another `state`, all ranks raise and none takes a step.
         """
-        self.check()
-        self.device = device
-        x: Inputs | None = None
+        if self.lost:
+            raise RankError(
+                f"the ranks have lost each other ({self.lost}); start the job again and load() the last snapshot on every rank"
+            )
+        self.device, header = device, [0, 0, count, _number(state), 0]
         problem: ComeError | None = None
         try:
             x = read()
+            form = str(x.map_samples(lambda v: (v.shape[1:], v.dtype), _form).items())
+            header = [1, x.size, count, _number(state), _number(form)]
         except ComeError as error:
             problem = error
-        form = "" if x is None else str(x.map_samples(lambda v: (v.shape[1:], v.dtype), _form).items())
-        header = [
-            problem is None,
-            0 if x is None or problem else x.size,
-            count,
-            _number(state),
-            _number(form),
-        ]
         table = self.gathered(torch.tensor([header], dtype=torch.int64), [1] * self.size).tolist()
         if problem is not None:
             raise problem
-        assert x is not None
-        refused = [rank for rank, row in enumerate(table) if not row[0]]
-        if refused:
-            raise InputError(
-                f"rank {refused[0]} cannot take its batch, see its own error; no rank has adapted to this one"
-            )
-        _, sizes, counts, states, forms = (list(column) for column in zip(*table, strict=True))
+        accepted, sizes, counts, states, forms = (list(column) for column in zip(*table, strict=True))
+        if not all(accepted):
+            rank = accepted.index(0)
+            raise InputError(f"rank {rank} cannot take its batch, see its own error; no rank has adapted to this one")
+        repair = "load() the same file or reset() on every rank"
         if len(set(counts)) > 1:
-            raise StateError(
-                f"the ranks have seen {_listed(counts)} batches; load() the same file or reset() on every rank"
-            )
+            raise StateError(f"the ranks have seen {_listed(counts)} batches; {repair}")
         if len(set(states)) > 1:
             raise StateError(
-                "the ranks are in different states, though each has seen as many batches; load() the same file or reset() on "
-                "every rank. If they had the same one, use the same kind of device and the same torch on all"
+                f"the ranks are in different states after the same number of batches; {repair}. If the states were the same, "
+                "use the same kind of device and the same torch on all ranks"
             )
         if len(set(forms)) > 1:
             raise InputError("the batches of the ranks differ in more than their size: in shape, type or arguments")
@@ -194,18 +169,11 @@ class Ranks:
         begin = sum(sizes[: self.rank])
         return whole, slice(begin, begin + sizes[self.rank])
 
-    def check(self) -> None:
-        """Raise `RankError` if the ranks have lost each other before."""
-        if self.lost:
-            raise RankError(
-                f"the ranks have lost each other ({self.lost}); start the job again and load() the last snapshot on every rank"
-            )
-
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """For a step. An error that other ranks may not have leaves them waiting: this one must not talk to them again.
+        """Run a step: an error that other ranks may not have leaves them waiting, so this rank must not talk to them again.
 
-        What `come` raises on purpose follows from the batch of all ranks, and all of them raise it.
+        `ComeError`s follow from the batch of all ranks, and all of them raise it.
         """
         try:
             yield
@@ -226,15 +194,7 @@ class Ranks:
         statistics: Statistics,
         hooks: Sequence[Callable[[], Any]] = (),
     ) -> Tensor:
-        """Logits (n, K) of all rows, each computed by one rank.
-
-        Args:
-            model: what is called.
-            x: n rows, the same on all ranks.
-            weights: (P,) of the adapted parameters.
-            statistics: what BatchNorm normalizes by.
-            hooks: must be empty: what they see is of one rank.
-        """
+        """Logits (n, K) of all rows, each computed by one rank; `hooks` must be empty, since they see one rank's rows."""
         if hooks:
             raise ConfigError("this method looks into the model with hooks of its own, and cannot run on several ranks")
         logits, counts = self._rows(model, x, weights, statistics, ())
@@ -243,7 +203,7 @@ class Ranks:
     def features(
         self, model: FunctionalModel, x: Inputs, weights: Tensor, statistics: Statistics, head: Head
     ) -> tuple[Tensor, Tensor]:
-        """What goes into the classifier head (n, d), and logits (n, K), of all rows."""
+        """Features (n, d) that go into the classifier head, and logits (n, K), of all rows."""
         seen: list[tuple[Tensor, Tensor]] = []
 
         def register() -> Any:
@@ -260,7 +220,7 @@ class Ranks:
         statistics: Statistics,
         hooks: Sequence[Callable[[], Any]],
     ) -> tuple[Tensor, list[int]]:
-        """Logits of this rank's rows, and how many rows of each rank count."""
+        """Logits of this rank's rows, and how many rows of each rank are used."""
         weights = self._summed(weights)
         x = x.map(lambda v: self._summed(v) if isinstance(v, Tensor) else v)
         if x.size >= self.size:
@@ -287,7 +247,7 @@ class Ranks:
         return found
 
     def shared(self, values: Tensor) -> Tensor:
-        """One tensor of each rank, (...) -> (ranks, ...), for each rank to go on with in its own way: gradients are summed."""
+        """One tensor of each rank, (...) -> (ranks, ...), which every rank may use differently: gradients are summed."""
         return self._summed(self._of_all(values[None], [1] * self.size))
 
     # ---- what is exchanged ----
@@ -338,26 +298,20 @@ class Ranks:
 
 
 class NotDivided(Exception):  # noqa: N818 - not an error: the call is made in another way
-    """A function that estimates BatchNorm statistics from the rows of one rank."""
+    """BatchNorm statistics were estimated from the rows of one rank."""
 
 
 class Part:
-    """The rows of a call that this rank computes.
-
-    Args:
-        ranks: of which this is one.
-        counts: how many rows each rank computes.
-    """
+    """The rows of a call that this rank computes, `counts[rank]` of them."""
 
     def __init__(self, ranks: Ranks, counts: list[int]) -> None:
         self.ranks, self.counts, self.total = ranks, counts, sum(counts)
         ends = list(accumulate(counts))
         self.rows = slice(ends[ranks.rank] - counts[ranks.rank], ends[ranks.rank])
-        self.asked = 0
-        """How often it was asked for statistics."""
+        self.asked = 0  # number of requests for statistics
 
     def values(self, x: Tensor, groups: int = 1) -> int:
-        """How many values per channel there are in the inputs (B, C, ...) of all ranks, in each of `groups` equal parts."""
+        """Number of values per channel in the inputs (B, C, ...) of all ranks, in each of `groups` equal parts."""
         self.asked += 1
         return self.total // groups * math.prod(x.shape[2:])
 
@@ -384,7 +338,7 @@ class Part:
         return self._joined(mean[None], var[None], counts)
 
     def estimated(self, layer: Layer, x: Tensor, estimate: Estimate) -> tuple[Tensor, Tensor]:
-        """What an estimate of statistics finds; `NotDivided` if it has looked at the rows of this rank only."""
+        """Run an estimate of statistics; `NotDivided` if it has used the rows of this rank only."""
         before = self.asked
         found = estimate(layer, x)
         if self.asked == before:
@@ -392,7 +346,7 @@ class Part:
         return found
 
     def _of_groups(self, x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance (G, C) of the rows of each group; `group` (n,) is -1 where a row is in none."""
+        """Mean and biased variance (G, C) of each group; `group` (n,) is -1 for rows in none."""
         self.asked += 1
         flat = at_least_float32(x).flatten(2) if x.ndim > 2 else at_least_float32(x)[..., None]
         member = (group[:, None] == torch.arange(groups, device=group.device)).to(flat)
@@ -404,7 +358,7 @@ class Part:
         return self._joined(mean, var, counts)
 
     def _joined(self, mean: Tensor, var: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Moments (G, C) of this rank -> of all, as Chan et al. (1979) put them together; counts (ranks, G, 1)."""
+        """Moments (G, C) of this rank -> of all ranks, by Chan et al. (1979); counts (ranks, G, 1)."""
         means, variances = self.ranks.shared(torch.stack([mean, var])).unbind(dim=1)
         share = counts / counts.sum(dim=0).clamp_min(1)
         mean = (share * means).sum(dim=0)
@@ -412,59 +366,54 @@ class Part:
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks, for what every rank computes alike: its gradient is the same everywhere, each takes its rows."""
+    """(counts[rank], ...) -> (n, ...), the rows of all ranks. Every rank goes on alike, so the backward takes its own rows."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Ranks, counts: list[int]) -> Tensor:
-        """(counts[rank], ...) -> (n, ...)."""
         begin = sum(counts[: ranks.rank])
         ctx.rows = slice(begin, begin + counts[ranks.rank])
         return ranks.gathered(values, counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """(n, ...) -> (counts[rank], ...)."""
         return gradient[ctx.rows], None, None
 
 
 class _Summed(torch.autograd.Function):
-    """The same values, for what every rank uses in its own way: gradients are summed."""
+    """The identity. Every rank goes on in its own way, so the backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ranks: Ranks) -> Tensor:
-        """The identity."""
         ctx.ranks = ranks
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The sum over the ranks."""
         return ctx.ranks.summed(gradient), None
 
 
 def split(rows: int, parts: int) -> list[int]:
-    """How many of `rows` each of `parts` takes: as evenly as possible.
+    """Divide `rows` as evenly as possible.
 
-    Example:
-        >>> split(7, 3)
-        [3, 2, 2]
+    >>> split(7, 3)
+    [3, 2, 2]
     """
     each, more = divmod(rows, parts)
     return [each + (i < more) for i in range(parts)]
 
 
 def _form(value: Any) -> Any:
-    """What must be the same on all ranks of an argument that all samples share."""
+    """What must be equal on all ranks in a shared argument."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 
 def _number(text: str) -> int:
-    """63 bits that are different for different texts."""
+    """A 63-bit hash."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _reason(error: Exception) -> str:
-    """What a backend says, without its addresses and advice.
+    """The error of a backend, without addresses and advice.
 
     >>> _reason(RuntimeError("[pair.cc:545] Read error [10.0.0.1]:53440: Connection reset by peer. This is typically ..."))
     'Connection reset by peer'
@@ -478,11 +427,10 @@ def _listed(values: Sequence[int]) -> str:
 
 
 def bits(values: Tensor) -> int:
-    """A number that differs if a bit of the tensor does, but for chance; waits for the device.
+    """A checksum of the bits of a tensor; synchronizes with the device.
 
-    Example:
-        >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])), bits(torch.zeros(1)) == bits(torch.ones(1))
-        (True, False)
+    >>> bits(torch.tensor([1.0, 2.0])) == bits(torch.tensor([1.0, 2.0])), bits(torch.zeros(1)) == bits(torch.ones(1))
+    (True, False)
     """
     whole = torch.int64 if values.dtype == torch.float64 else torch.int32
     return int(values.detach().contiguous().view(whole).sum())

@@ -1,1 +1,1 @@
-"""What an adapter remembers, as tensors and as files."""
+"""An adapter's state as tensors and as files."""

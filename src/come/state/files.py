@@ -12,17 +12,16 @@ from pathlib import Path
 
 from come.errors import StateError
 
-UNABLE = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
-"""What a system says that cannot open or flush a folder."""
+UNABLE = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)  # of a system that cannot open or flush a folder
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to; at the end of the block the file there takes its place, by rename.
+    """Yield a temporary path to write to; the file is flushed and renamed to `path` at the end of the block.
 
-    If the block fails, what stood at `path` is untouched and nothing is left beside it. Once the block has ended, the new
-    file survives a power cut. A killed process leaves its temporary file behind, `.NAME.RANDOM.tmp`: nothing reads it, and
-    nothing deletes it either, because on a shared folder nobody can know that its writer is dead.
+    If the block fails, `path` is unchanged and the temporary file is deleted. After the block the new file survives a power
+    cut. A killed process leaves `.NAME.RANDOM.tmp` behind; nothing reads or deletes it, because on a shared folder nobody can
+    know that its writer is dead.
 
     Example:
         >>> import tempfile
@@ -45,18 +44,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def unwritable(path: Path, error: OSError) -> StateError:
-    """Build the error for a file that cannot be written.
+    """The error for a file that cannot be written.
 
     >>> print(unwritable(Path("a"), PermissionError(13, "Permission denied")))
-    cannot write a: Permission denied; choose a folder that exists and is writable, and has room
+    cannot write a: Permission denied; choose a folder that exists, is writable and has free space
     """
     return StateError(
-        f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable, and has room"
+        f"cannot write {path}: {error.strerror}; choose a folder that exists, is writable and has free space"
     )
 
 
 def settle(folder: Path) -> None:
-    """Flush the names in a folder to disk: a rename that a power cut undoes was not one. Does nothing where that cannot be."""
+    """Flush a folder to disk, so that renames in it survive a power cut; does nothing where the system cannot."""
     try:
         handle = os.open(folder, os.O_RDONLY)
         try:

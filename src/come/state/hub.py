@@ -37,11 +37,10 @@ class Place(NamedTuple):
         return cls(f"{owner}/{name}", file, revision or None)
 
     def __str__(self) -> str:
-        """As it is written."""
         return f"{SCHEME}{self.repository}{f'@{self.revision}' if self.revision else ''}/{self.file}"
 
     def upload(self, data: bytes, message: str) -> None:
-        """Commit `data` as that file; the repository must be there."""
+        """Commit `data` as that file; the repository must exist."""
         hub = _hub()
         with explained(StateError, str(self), self.repository, self.revision, "save to a file", writing=True):
             hub.upload_file(
@@ -53,13 +52,13 @@ class Place(NamedTuple):
             )
 
     def download(self) -> str:
-        """The path of the file in the cache of the Hub, where it is put first if it is not there."""
+        """Download the file to the Hub's cache, if it is not there; returns its path."""
         hub = _hub()
         with explained(StateError, str(self), self.repository, self.revision, "load a file"):
             try:
                 return str(hub.hf_hub_download(self.repository, self.file, revision=self.revision))
             except hub.errors.EntryNotFoundError as error:
-                if isinstance(error, OSError):  # not in the cache, and the Hub cannot be asked
+                if isinstance(error, OSError):  # not in the cache, and the Hub does not answer
                     raise
                 raise StateError(f"{self.repository} has no file {self.file!r}; check the name") from error
 
@@ -69,10 +68,8 @@ def _hub() -> Any:
         import huggingface_hub
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
-        raise MissingError(
-            f"{SCHEME} needs {error.name}, which is missing; install it with: pip install huggingface_hub",
-            name=error.name,
-        ) from error
+        message = f"{SCHEME} needs {error.name}, which is missing; install it with: pip install huggingface_hub"
+        raise MissingError(message, name=error.name) from error
     return huggingface_hub
 
 
@@ -80,36 +77,24 @@ def _hub() -> Any:
 def explained(
     kind: type[ComeError], name: str, repository: str, revision: str | None, instead: str, *, writing: bool = False
 ) -> Iterator[None]:
-    """Errors of the Hub as `kind`, in a sentence that says what to do.
-
-    Args:
-        kind: what is raised.
-        name: what was asked for.
-        repository: where it is.
-        revision: of the repository.
-        instead: what can be done without the Hub.
-        writing: whether it is to be changed.
-    """
+    """Raise errors of the Hub as `kind`, with the repair; `instead` says what works without the Hub."""
     from huggingface_hub import constants
     from huggingface_hub import errors as hub
 
-    can = "write" if writing else "read"
+    can, login = "write" if writing else "read", "log in: hf auth login"
     try:
         yield
     except hub.GatedRepoError as error:
-        raise kind(
-            f"{name} is gated; accept its terms at {constants.ENDPOINT}/{repository}, and log in: hf auth login"
-        ) from error
+        raise kind(f"{name} is gated; accept its terms at {constants.ENDPOINT}/{repository}, and {login}") from error
     except hub.RepositoryNotFoundError as error:
         what = f"make it (hf repos create {repository}), and" if writing else "check the name, and if it is private"
-        raise kind(f"the Hub has no model {repository!r} that you can {can}; {what} log in: hf auth login") from error
+        raise kind(f"the Hub has no model {repository!r} that you can {can}; {what} {login}") from error
     except hub.RevisionNotFoundError as error:
         raise kind(f"{repository} has no revision {revision!r}; leave it out, or give one that it has") from error
     except hub.LocalTokenNotFoundError as error:
-        raise kind(f"{name} needs a login; log in: hf auth login") from error
+        raise kind(f"{name} needs a login; {login}") from error
     except OSError as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status in (401, 403):
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
             raise kind(f"you may not {can} {name}; log in with a token that may: hf auth login") from error
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise kind(f"cannot {'upload' if writing else 'download'} {name}: {said}; try again, or {instead}") from error

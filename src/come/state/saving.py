@@ -2,13 +2,13 @@
 
 weights            (P,) adapted weights
 moment.<name>      moments of the optimizer
-state.<name>       averages, counters, buffers: what the method remembers
-guard.<name>       what the guard has learned, if there is one
+state.<name>       memory of the method: averages, counters, buffers
+guard.<name>       state of the guard, if there is one
 count              batches seen
 selected           share of the samples that drove the last update
-threshold          where the threshold is that follows the stream, if one does
-configuration      the method, its hyperparameters, the objective, the guard and what was promised, as the bytes of a JSON text
-fingerprint        SHA-256 of the source model, every value of it, and of what the method has found in source data
+threshold          the abstention threshold, if it follows the stream
+configuration      the method, its hyperparameters, the objective, the guard and the abstention promise: bytes of a JSON text
+fingerprint        SHA-256 of the source model and of what the method has computed from source data
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -73,7 +73,7 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def restored(engine: Engine, saved: Mapping[str, Tensor], method: Method | None = None) -> StreamState:
-    """The state that `saved` describes; raises if anything does not fit."""
+    """Rebuild a stream's state from what `collect` returned; raises if anything does not fit."""
     for name in ("weights", "count", "selected", "configuration", "fingerprint"):
         if name not in saved:
             raise StateError(f"this is not the state of an adapter: {name!r} is missing")
@@ -90,7 +90,7 @@ def restored(engine: Engine, saved: Mapping[str, Tensor], method: Method | None 
 
 
 def resumed(engine: Engine, saved: Mapping[str, Tensor]) -> StreamState:
-    """The same for a state that this process has put away itself; the model may have been moved or cast since."""
+    """The same for a state that this process has saved itself; the model may have been moved or cast since."""
     now, rule = engine.first(), engine.transition.rule
     parts: dict[str, dict[str, Tensor]] = {"moment": {}, "state": {}, "guard": {}}
     for key, value in saved.items():
@@ -104,9 +104,8 @@ def resumed(engine: Engine, saved: Mapping[str, Tensor]) -> StreamState:
     if isinstance(rule, (sgd, adam)):
         shapes |= {f"moment.{name}": value.shape for name, value in now.moments.items()}
         if extra := parts["moment"].keys() ^ now.moments.keys():
-            raise StateError(
-                f"the moments of the optimizer must be {sorted(now.moments)}, the state differs in {sorted(extra)}"
-            )
+            expected = sorted(now.moments)
+            raise StateError(f"the moments of the optimizer must be {expected}, the state differs in {sorted(extra)}")
         for name in rule.not_negative:
             if (saved[f"moment.{name}"] < 0).any():
                 raise StateError(f"'moment.{name}' of the state must be >= 0 everywhere; use an older snapshot")
@@ -114,43 +113,39 @@ def resumed(engine: Engine, saved: Mapping[str, Tensor]) -> StreamState:
         if saved[name].shape != shape or not saved[name].is_floating_point():
             raise StateError(f"{name!r} of the state must be float of shape {tuple(shape)}, got {_kind(saved[name])}")
     count = int(saved_number("count", saved["count"], 0, MOST, whole=True))
-    watch = None
-    if engine.guard is not None:
-        watch = Watch.of(parts["guard"], engine.guard, now.weights)
-    moment = replace(
-        now,
-        weights=saved["weights"].to(now.weights).clone(),
-        moments={name: value.clone() for name, value in parts["moment"].items()},
-        state={name: value.clone() for name, value in parts["state"].items()} if parts["state"] or count else None,
-        count=count,
-        watch=watch,
-        selected=saved_number("selected", saved["selected"], 0, 1),
-        abstention=_abstention(engine, _about(saved)[2], saved.get("threshold")),
+    memory = {name: value.clone() for name, value in parts["state"].items()}
+    state = StreamState(
+        saved["weights"].to(now.weights).clone(),
+        {name: value.clone() for name, value in parts["moment"].items()},
+        memory if memory or count else None,
+        count,
+        None if engine.guard is None else Watch.of(parts["guard"], engine.guard, now.weights),
+        saved_number("selected", saved["selected"], 0, 1),
+        _abstention(engine, _about(saved)[2], saved.get("threshold")),
     )
-    return moment.to(engine.device, engine.method.on_host)
+    return state.to(engine.device, engine.method.on_host)
 
 
 def _is_finite(value: Tensor) -> bool:
     try:
         return not value.is_complex() and bool(value.isfinite().all())
-    except (RuntimeError, NotImplementedError):  # a layout that nobody has saved
+    except (RuntimeError, NotImplementedError):  # of a sparse layout, say
         return False
 
 
 def _abstention(engine: Engine, promise: Promise | None, threshold: Tensor | None) -> Abstention | None:
-    """What was promised here, else what the state brings; a threshold goes on if it is of the same promise."""
+    """The engine's promise, else the state's; the threshold is kept if it belongs to the same promise."""
     mine = engine.promise or promise
     if mine is None or mine != promise or threshold is None:
         return None if mine is None else Abstention.begin(mine, engine.device)
     if not mine.rate or threshold.ndim or not threshold.isfinite():
-        raise StateError(
-            f"'threshold' of the state must be one finite number, of a promise that follows, got {threshold}"
-        )
+        limit = "one finite number, of a promise that follows the stream"
+        raise StateError(f"'threshold' of the state must be {limit}, got {threshold}")
     return Abstention(mine, threshold.clone()).to(engine.device)
 
 
 def _about(saved: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str], Promise | None]:
-    """The configuration in a state, its tensors by name, and what was promised."""
+    """The configuration in a state, its tensors by name, and its promise."""
     try:
         found = json.loads(bytes(saved["configuration"].tolist()))
         tensors, promised = found.pop("tensors"), found.pop("promise", None)
@@ -160,35 +155,33 @@ def _about(saved: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, str],
 
 
 def _same_configuration(configuration: dict[str, Any], saved: Mapping[str, Tensor]) -> None:
-    """Raise `StateError` unless the state is whole, and of an adapter of the same configuration."""
+    """Raise `StateError` unless the state is complete, and of an adapter with this configuration."""
     theirs, tensors, _ = _about(saved)
     mine = json.loads(json.dumps(configuration))
     differ = [key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key)]
     if differ:
-        key = sorted(differ, key=lambda k: (k != "method", k))[0]
+        key = min(differ, key=lambda k: (k != "method", k))
         raise StateError(
-            f"this state was saved with {key}={theirs.get(key)!r}, this adapter has {mine.get(key)!r}; make the adapter as "
-            "it was made when the state was saved"
+            f"this state was saved with {key}={theirs.get(key)!r}, this adapter has {mine.get(key)!r}; make the adapter with "
+            "the arguments that it was saved with"
         )
     given = {name: _kind(value) for name, value in saved.items() if name not in ("configuration", "fingerprint")}
     for name in sorted({*tensors, *given}):
+        must, found = tensors.get(name, "absent"), given.get(name, "nothing")
         if tensors.get(name) != given.get(name):
-            raise StateError(
-                f"{name!r} of the state must be {tensors.get(name, 'absent')}, got {given.get(name, 'nothing')}"
-            )
+            raise StateError(f"{name!r} of the state must be {must}, got {found}")
 
 
 def configuration(engine: Engine, method: Method | None = None) -> dict[str, Any]:
-    """What decides the numbers beside the model: method, hyperparameters, objective, guard."""
+    """All that decides the numbers beside the model: method, hyperparameters, objective, guard."""
     method = method or engine.method
-    found: dict[str, Any] = {"method": method.name}
-    for name in method.hyperparameters():
-        if name not in method.once:
-            found[name] = _described(getattr(method, name, None))
-    found["guard"] = None
-    if engine.guard is not None:
-        found["guard"] = {key: value for key, value in asdict(engine.guard).items() if key != "on_event"}
-    return found
+    guard = None if engine.guard is None else asdict(engine.guard)
+    if guard is not None:
+        del guard["on_event"]
+    names = [name for name in method.hyperparameters() if name not in method.once]
+    return (
+        {"method": method.name} | {name: _described(getattr(method, name, None)) for name in names} | {"guard": guard}
+    )
 
 
 def agree(engine: Engine, ranks: Ranks) -> None:
@@ -198,7 +191,7 @@ def agree(engine: Engine, ranks: Ranks) -> None:
 
 
 def _described(value: Any) -> Any:
-    """A value as JSON can hold it, the same in every process."""
+    """A value for JSON, the same in every process."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
@@ -218,7 +211,7 @@ def _described(value: Any) -> Any:
 def save(
     engine: Engine, state: Callable[[], StreamState], path: str | os.PathLike[str], method: Method | None = None
 ) -> None:
-    """Write a stream's state to `path`, atomically; hf://OWNER/REPOSITORY/FILE is on the Hugging Face Hub."""
+    """Write a stream's state to `path` atomically; hf://OWNER/REPOSITORY/FILE uploads it to the Hugging Face Hub."""
     place = Place.of(path)
 
     @untracked()
@@ -230,17 +223,15 @@ def save(
         return data, now.count
 
     data, count = engine.lock.run(pack)
-    if place is not None:  # an upload may take long, and nobody has to wait for it
+    if place is not None:  # outside of the lock: an upload may take long
         place.upload(data, f"State of {engine.method.name} after {count} batches")
 
 
 def packed(engine: Engine, state: StreamState, note: str = "", method: Method | None = None) -> bytes:
-    """What `save` writes. `note` is a text of the caller's that travels with it; `note_of` reads it."""
+    """The content of a file of `save`; `note` is a text of the caller, which `note_of` reads from the file."""
     tensors = {name: value.contiguous() for name, value in collect(engine, state, method).items()}
     about = {"format": FORMAT, "version": str(VERSION), "method": engine.method.name, "note": note}
-    return serialized(
-        tensors, metadata=about | {"sha256": _digest(tensors, about)}
-    )  # safetensors' own save_file writes to a name of its own first
+    return serialized(tensors, metadata=about | {"sha256": _digest(tensors, about)})
 
 
 def put(path: Path, data: bytes) -> None:
@@ -253,12 +244,12 @@ def put(path: Path, data: bytes) -> None:
 
 
 def note_of(path: str | os.PathLike[str]) -> str:
-    """The note in a file that `put` wrote, checked against its checksum; empty if there is none."""
+    """The note in a file, after a check of its checksum; empty if it has none."""
     return _opened(path)[1]["note"]
 
 
 def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
-    """The tensors in a file that `save` wrote, checked against its checksum."""
+    """The tensors in a file of `save`, after a check of its checksum."""
     place = Place.of(path)
     tensors, about = _opened(path if place is None else place.download())
     if about["method"] != method:
@@ -267,7 +258,7 @@ def read(path: str | os.PathLike[str], method: str) -> dict[str, Tensor]:
 
 
 def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors in a file and what is written about them, as they were saved."""
+    """The tensors in a file and its metadata, checked."""
     try:
         data = Path(path).read_bytes()
         tensors = deserialized(data)  # safe_open makes an interrupt a ValueError
@@ -275,13 +266,12 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, 
     except (OSError, SafetensorError, KeyError) as error:
         raise StateError(f"cannot read {path}: {error}; give a file that save() wrote") from error
     if about.get("format") != FORMAT:
-        raise StateError(
-            f"{path} must have format {FORMAT!r}, got {about.get('format')!r}; give a file that save() wrote"
-        )
+        given = about.get("format")
+        raise StateError(f"{path} must have format {FORMAT!r}, got {given!r}; give a file that save() wrote")
     if about.get("version") != str(VERSION):
         raise StateError(
-            f"{path} has version {about.get('version')!r} of the format, this come reads {VERSION}; load it with the "
-            "version of come that wrote it"
+            f"{path} must have format version {VERSION}, got {about.get('version')!r}; load it with the version of come that "
+            "wrote it"
         )
     if about.pop("sha256", None) != _digest(tensors, about) or not {"method", "note"} <= about.keys():
         raise StateError(f"{path}: checksum mismatch; use an older snapshot")
@@ -294,7 +284,7 @@ def _raw(value: Tensor) -> bytes:
 
 
 def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
-    """SHA-256 over names, types, shapes and bytes, and what is written about them."""
+    """SHA-256 over names, shapes, types and bytes of the tensors, and the metadata."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}".encode())
@@ -303,9 +293,9 @@ def _digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
 
 
 def fingerprint(engine: Engine) -> bytes:
-    """SHA-256 over every value of the source model, and over what `setup` has found in source data.
+    """SHA-256 over every value of the source model, and over what `setup` has computed from source data.
 
-    Taken once for each version of the model's tensors: reading hundreds of megabytes takes a second.
+    Cached while the model's tensors stay the same: hashing hundreds of megabytes takes a second.
     """
     model = engine.user_model
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -316,21 +306,16 @@ def fingerprint(engine: Engine) -> bytes:
         for name, value in tensors:
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             digest.update(_raw(value))
-        for name, value in _beside_tensors(model):
-            digest.update(name.encode())
-            digest.update(_pickled(name, value))
+        plain = dict(tensors)
+        for name, value in model.state_dict().items():
+            if name not in plain:  # extra state, packed weights of quantized layers
+                digest.update(name.encode() + _pickled(name, value))
         for name, value in sorted(engine.transition.fixed.items()):
             if isinstance(value, Tensor):
                 digest.update(f"{name} {tuple(value.shape)}".encode())
                 digest.update(_raw(value))
         found.update(known=known, digest=digest.digest())
     return cast(bytes, found["digest"])
-
-
-def _beside_tensors(model: nn.Module) -> list[tuple[str, Any]]:
-    """What a model holds beside parameters and buffers: extra state, packed weights of quantized layers."""
-    plain = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    return [(name, value) for name, value in model.state_dict().items() if name not in plain]
 
 
 def _pickled(name: str, value: Any) -> bytes:
