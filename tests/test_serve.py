@@ -650,8 +650,8 @@ def test_a_state_that_loads_and_cannot_step_is_refused_for_its_tenant_alone(tmp_
     """Of a size that its file declares, with a checksum that holds."""
     real = saving.restored
 
-    def damaged(adapter, saved):
-        now = real(adapter, saved)
+    def damaged(*given):
+        now = real(*given)
         return replace(now, weights=torch.cat([now.weights, now.weights]))
 
     with make(state=tmp_path) as service:
