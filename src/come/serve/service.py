@@ -10,13 +10,11 @@ import itertools
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -31,6 +29,7 @@ from come.model.inputs import answered
 from come.serve.errors import RequestError, check_name, log, refusal
 from come.serve.metrics import COUNTERS, GAUGES, SERVICE, Counts, Metric, Metrics
 from come.serve.modes import Mode
+from come.serve.request_queue import SHARE, Command, Queue, Request
 from come.serve.states import States, part_of
 from come.serve.tenants import Tenant, Tenants, unfit
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
-SHARE = 4
-"""One tenant may fill 1/4 of the queue."""
 
 
 class Answer(NamedTuple):
@@ -58,31 +55,6 @@ class Answer(NamedTuple):
     """(n, K), on the CPU."""
     adapted: bool
     """Whether the tenant adapts to these samples."""
-
-
-@dataclass
-class _Request:
-    name: str
-    x: Tensor
-    future: Future[Answer] = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-
-
-@dataclass
-class _Command:
-    """Anything else that the thread of the fleet does."""
-
-    name: str
-    """Of the tenant whose earlier requests come first; empty: run at once."""
-    run: Callable[[], Any]
-    future: Future[Any]
-
-    def do(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            try:
-                self.future.set_result(self.run())
-            except Exception as error:
-                self.future.set_exception(refusal(error, "a command"))
 
 
 class Service:
@@ -144,10 +116,10 @@ class Service:
         **more: Any,
     ) -> None:
         resident = tenants if resident is None else resident
-        counted = {"tenants": tenants, "resident": resident, "max_batch": max_batch, "max_samples": max_samples}
-        for name, value in (counted | {"max_queue": max_queue, "parts": parts}).items():
-            require_int(name, value, 1)
-        require_int("labels", labels, 0)
+        counts = {"tenants": tenants, "resident": resident, "max_batch": max_batch, "max_samples": max_samples}
+        counts |= {"max_queue": max_queue, "parts": parts, "labels": labels}
+        for name, value in counts.items():
+            require_int(name, value, 0 if name == "labels" else 1)
         for name, seconds in (("write_every", write_every), ("max_wait", max_wait)):
             limit = "a number of seconds >= 0"
             require(require_number(name, seconds, limit) and 0 <= seconds < math.inf, name, seconds, limit)
@@ -168,25 +140,17 @@ class Service:
         self.dtype, self.max_samples = dtype, max_samples
         self.mode = adapt if isinstance(adapt, Mode) else Mode.of(adapt)
         self._preprocess = preprocess
-        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
-        self._resident, self._part, self._parts = resident, part, parts
+        self._max_batch, self._part, self._parts = max_batch, part, parts
         self._writes_first = write_every == 0
         self._device = next(model.parameters()).device
         self._fleet = Fleet(model, method, **more)
         self._check_model()
         states = None if state is None else States(Path(state), part, parts)
-        settle = lambda: self._catch_up(list(self._later))  # noqa: E731
-        self._tenants = Tenants(self._fleet, self.mode, states, tenants, resident, write_every, settle)
+        self._tenants = Tenants(self._fleet, self.mode, states, tenants, resident, write_every, self._catch_up)
         self._counts = Counts(labels)
-        self._refused = self._failed = 0
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        """Rings when there is something to do. In C, as the lock: Ctrl-C can stop a Condition half way, for good."""
-        self._mutex = threading.RLock()
-        """Guards the queue: `_waiting`, `_urgent` and `_closing`."""
-        self._waiting: deque[_Request | _Command] = deque()
-        self._urgent: deque[_Command] = deque()
-        self._closing = False
-        self._later: dict[str, _Request] = {}
+        self._failed = 0
+        self._queue = Queue(max_queue, max_batch, resident, max_wait)
+        self._later: dict[str, Request] = {}
         """Answered requests that their tenants must still adapt to, one of each; only the thread of the fleet uses it."""
         self._worker = threading.Thread(target=self._work, name="come-serve", daemon=True)
         self._worker.start()
@@ -259,24 +223,12 @@ class Service:
         """Mean and standard deviation of the source model's uncertainty on samples `(n, *shape)`: the reference of "shift"."""
         return cast("tuple[float, float]", self._result("uncertainty", x))
 
-    def ask(self, what: str, *arguments: Any) -> Future[Any]:
+    def ask(self, what: str, *arguments: Any, future: Future[Any] | None = None) -> Future[Any]:
         """Call "predict", "health", "reset", "delete", "metrics" or "uncertainty" without waiting for what it returns.
 
         A bad request raises a `RequestError` at once.
         """
-        future = Future[Any]()
-        self._ask(future, what, *arguments)
-        return future
-
-    def _result(self, what: str, *arguments: Any) -> Any:
-        """Call something and wait for what it returns; Ctrl-C ends the wait, and the request is run all the same."""
-        future, done = Future[Any](), SimpleQueue[Future[Any]]()
-        future.add_done_callback(done.put)  # now: once the worker has it, its Condition must not be left half way
-        self._ask(future, what, *arguments)
-        return done.get().result()
-
-    def _ask(self, future: Future[Any], what: str, *arguments: Any) -> None:
-        asked: _Request | _Command
+        future = Future() if future is None else future
         if what in ("predict", "health", "reset", "delete"):
             check_name(arguments[0])
             if part_of(arguments[0], self._parts) != self._part:
@@ -284,21 +236,19 @@ class Service:
                     f"this tenant does not belong to this server, part {self._part} of {self._parts}", 421
                 )
         if what == "predict":
-            asked = _Request(*arguments, future)
-            self._check_samples(asked.x)
+            self._check_samples(arguments[1])
+            self._queue.put(Request(*arguments, future))
         else:
-            run: Callable[..., Any] = getattr(self, f"_{what}")
-            asked = _Command(arguments[0] if what in ("reset", "delete") else "", lambda: run(*arguments), future)
-        with self._mutex:
-            if self._closing:
-                raise RequestError("the server is shutting down; try again later", 503)
-            if isinstance(asked, _Request):
-                self._check_room(asked)
-            if isinstance(asked, _Request) or asked.name:
-                self._waiting.append(asked)  # one call: an interrupt leaves it in the queue or not
-            else:
-                self._urgent.append(asked)
-        self._bell.put(None)
+            name, run = arguments[0] if what in ("reset", "delete") else "", getattr(self, f"_{what}")
+            self._queue.put(Command(name, lambda: run(*arguments), future))
+        return future
+
+    def _result(self, what: str, *arguments: Any) -> Any:
+        """Call something and wait for what it returns; Ctrl-C ends the wait, and the request is run all the same."""
+        future, done = Future[Any](), SimpleQueue[Future[Any]]()
+        future.add_done_callback(done.put)  # now: once the worker has it, its Condition must not be left half way
+        self.ask(what, *arguments, future=future)
+        return done.get().result()
 
     def _check_samples(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype != DTYPES[self.dtype]:
@@ -312,20 +262,6 @@ class Service:
         if self.dtype == "float32" and not bool(x.isfinite().all()):
             raise RequestError("samples must be finite, got NaN or infinity")
 
-    def _check_room(self, one: _Request) -> None:
-        if self._queued() + len(one.x) > self._max_queue:
-            self._refused += 1
-            raise RequestError("the server is busy; try again later", 503)
-        if self._queued(one.name) + len(one.x) > self._max_queue // SHARE:
-            self._refused += 1
-            raise RequestError("this tenant has too many requests waiting; try again later", 429)
-
-    def _queued(self, name: str | None = None) -> int:
-        """Samples that wait, of one tenant or of all."""
-        with self._mutex:
-            requests = [one for one in self._waiting if isinstance(one, _Request)]
-        return sum(len(one.x) for one in requests if name is None or one.name == name)
-
     @property
     def alive(self) -> bool:
         """Whether its thread runs."""
@@ -334,13 +270,11 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether requests are answered now."""
-        return self.alive and not self._closing and self._queued() < self._max_queue
+        return self.alive and not self._queue.closing and self._queue.samples() < self._queue.most
 
     def close(self) -> None:
         """Refuse new requests, answer those that wait, write all states, and let another server have the folder."""
-        with self._mutex:
-            self._closing = True
-        self._bell.put(None)
+        self._queue.close()
         self._worker.join()
 
     def __enter__(self) -> Self:
@@ -349,80 +283,26 @@ class Service:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # ---- the thread of the fleet: what comes next ----
+    # ---- the thread of the fleet ----
 
     def _work(self) -> None:
-        while (found := self._next()) is not None:
-            batch = [one for one in found if isinstance(one, _Request)]
+        while (found := self._queue.next(0 if self._later else self._tenants.until_due())) is not None:
             try:
-                for one in found:
-                    if isinstance(one, _Command):
-                        one.do()
-                if batch:
-                    self._answer(batch)
-                elif not found:  # nobody waits; one at a time, so that the next request does not wait long
+                if isinstance(found, Command):
+                    found.do()
+                elif found:
+                    self._answer(found)
+                else:  # nobody waits; one at a time, so that the next request does not wait long
                     self._catch_up(list(self._later)[:1])
                 self._tenants.write_due()
             except Exception as error:
-                log.exception("a batch of %d requests failed", len(batch))
-                for request in batch:
-                    if not request.future.done():
-                        self._fail(request, error)
+                log.exception("the service failed")
+                for one in found if isinstance(found, list) else ():
+                    if not one.future.done():
+                        self._fail(one, error)
         self._tenants.close()
 
-    def _next(self) -> Sequence[_Request | _Command] | None:
-        """Wait for commands, or requests to run together. Empty: a state is due, or a step; None: closed, and all is done."""
-        while not self._bell.empty():  # the queue is looked at now
-            self._bell.get()
-        while not (self._urgent or self._waiting or self._later):
-            if self._closing:
-                return None
-            if not self._rings(self._tenants.until_due()):
-                return []
-        if not self._urgent and self._waiting and isinstance(first := self._waiting[0], _Request):
-            latest = first.arrived + self._max_wait
-            while self._queued() < self._max_batch and not (self._urgent or self._closing):
-                if (left := latest - time.monotonic()) <= 0 or not self._rings(left):
-                    break
-        with self._mutex:
-            if self._urgent:
-                commands = list(self._urgent)
-                self._urgent.clear()
-                return commands
-            if self._waiting and isinstance(self._waiting[0], _Command):
-                return [self._waiting.popleft()]
-            return self._take()
-
-    def _rings(self, timeout: float | None) -> bool:
-        """Wait until there may be something to do; False when the time is over."""
-        try:
-            self._bell.get(timeout=timeout)
-        except Empty:
-            return False
-        return True
-
-    def _take(self) -> list[_Request]:
-        """The next requests, in their order, at most one of each tenant, and none that must wait for a command."""
-        batch, samples, seen, later = list[_Request](), 0, set[str](), deque[_Request | _Command]()
-        while self._waiting and len(batch) < self._resident:
-            one = self._waiting.popleft()
-            if isinstance(one, _Command) or one.name in seen:
-                later.append(one)
-            elif batch and samples + len(one.x) > self._max_batch:
-                later.append(one)
-                break
-            elif not one.future.set_running_or_notify_cancel():
-                continue
-            else:
-                batch.append(one)
-                samples += len(one.x)
-            seen.add(one.name)
-        self._waiting.extendleft(reversed(later))
-        return batch
-
-    # ---- answers ----
-
-    def _answer(self, batch: list[_Request]) -> None:
+    def _answer(self, batch: list[Request]) -> None:
         names = {one.name for one in batch}
         self._catch_up([one.name for one in batch])
         opened = [one for one in batch if self._tried(one, self._open, one.name, names)]
@@ -436,12 +316,12 @@ class Service:
             if self.mode.kind == "after":
                 self._later[one.name] = one
         if sum(len(one.x) for one in self._later.values()) >= self._max_batch:
-            self._catch_up(list(self._later))
+            self._catch_up()
         for name in names & self._tenants.here.keys():
             if not self._tenants.here[name].requests:  # its first request failed: it leaves nothing
                 self._tenants.forget(name)
 
-    def _tried(self, one: _Request, do: Callable[..., None], *arguments: Any) -> bool:
+    def _tried(self, one: Request, do: Callable[..., None], *arguments: Any) -> bool:
         """Whether it was done; if not, this request fails, and no other."""
         try:
             do(*arguments)
@@ -455,7 +335,7 @@ class Service:
         if self._writes_first:
             self._tenants.write(tenant)  # what `commit` goes back to
 
-    def _learn(self, one: _Request, answer: Answer, step: bool) -> None:
+    def _learn(self, one: Request, answer: Answer, step: bool) -> None:
         """Take note of an answer; on disk, if that comes first."""
         tenant = self._tenants.here[one.name]
         self._tenants.learn(tenant, itertools.compress(answer.uncertainty, answer.valid), step)
@@ -469,13 +349,14 @@ class Service:
             return (tenant.requests + 1) % self.mode.n == 0
         return self.mode.kind == "inline" or (self.mode.kind == "shift" and tenant.signal.shifted)
 
-    def _catch_up(self, names: list[str]) -> None:
-        """Adapt tenants to the requests that were answered first."""
-        for one, _ in self._run([self._later.pop(name) for name in names if name in self._later], True):
+    def _catch_up(self, names: Iterable[str] | None = None) -> None:
+        """Adapt tenants, or all, to the requests that were answered first."""
+        owed = list(self._later) if names is None else [name for name in names if name in self._later]
+        for one, _ in self._run([self._later.pop(name) for name in owed], True):
             self._tenants.learn(self._tenants.here[one.name], None, True)
             self._counts.of(one.name)["steps"] += 1
 
-    def _run(self, requests: list[_Request], step: bool) -> list[tuple[_Request, Answer]]:
+    def _run(self, requests: list[Request], step: bool) -> list[tuple[Request, Answer]]:
         """Run some requests together; if that fails, one by one, so that each has its own error only."""
         if not requests:
             return []
@@ -487,7 +368,7 @@ class Service:
             self._fail(requests[0], self._blamed(requests[0], step, error))
             return []
 
-    def _blamed(self, one: _Request, step: bool, error: Exception) -> Exception:
+    def _blamed(self, one: Request, step: bool, error: Exception) -> Exception:
         """The error of a request; where the source model can do what a restored tenant cannot, its state is to blame."""
         if isinstance(error, InputError) or not self._tenants.here[one.name].restored:
             return error
@@ -497,7 +378,7 @@ class Service:
             return error
         return unfit(one.name, error)
 
-    def _together(self, requests: list[_Request], step: bool) -> list[Answer]:
+    def _together(self, requests: list[Request], step: bool) -> list[Answer]:
         names = [one.name for one in requests for _ in range(len(one.x))]
         x = self._input([one.x for one in requests])
         logits, _, _, valid, below = self._fleet.step(x, names) if step else self._fleet.answer(x, names)
@@ -517,7 +398,7 @@ class Service:
         x = torch.cat(tuple(parts)).to(self._device)
         return x if self._preprocess is None else self._preprocess(x)
 
-    def _fail(self, one: _Request, error: Exception) -> None:
+    def _fail(self, one: Request, error: Exception) -> None:
         self._failed += 1
         if one.future.done():  # the step after an answer
             log.error("tenant %s did not adapt: %s", one.name, error)
@@ -556,9 +437,9 @@ class Service:
         numbers = {
             "tenants": len(self._tenants),
             "resident_tenants": len(here),
-            "queued_samples": self._queued(),
+            "queued_samples": self._queue.samples(),
             "unwritten_steps": sum(tenant.unwritten for tenant in here.values()) + len(self._later),
-            "refused": self._refused,
+            "refused": self._queue.refused,
             "failed": self._failed,
         }
         found = [
