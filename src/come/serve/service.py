@@ -141,7 +141,6 @@ class Service:
         self.mode = adapt if isinstance(adapt, Mode) else Mode.of(adapt)
         self._preprocess = preprocess
         self._max_batch, self._part, self._parts = max_batch, part, parts
-        self._writes_first = write_every == 0
         self._device = next(model.parameters()).device
         self._fleet = Fleet(model, method, **more)
         self._check_model()
@@ -236,8 +235,9 @@ class Service:
                     f"this tenant does not belong to this server, part {self._part} of {self._parts}", 421
                 )
         if what == "predict":
-            self._check_samples(arguments[1])
-            self._queue.put(Request(*arguments, future))
+            name, x = arguments
+            self._check_samples(x)
+            self._queue.put(Request(name, x, future))
         else:
             name, run = arguments[0] if what in ("reset", "delete") else "", getattr(self, f"_{what}")
             self._queue.put(Command(name, lambda: run(*arguments), future))
@@ -305,7 +305,7 @@ class Service:
     def _answer(self, batch: list[Request]) -> None:
         names = {one.name for one in batch}
         self._catch_up([one.name for one in batch])
-        opened = [one for one in batch if self._tried(one, self._open, one.name, names)]
+        opened = [one for one in batch if self._tried(one, self._tenants.bring, one.name, names)]
         adapting = [one for one in opened if self._adapts(self._tenants.here[one.name])]
         others = [one for one in opened if one not in adapting]
         for one, answer in self._run(adapting, True) + self._run(others, False):
@@ -321,7 +321,7 @@ class Service:
             if not self._tenants.here[name].requests:  # its first request failed: it leaves nothing
                 self._tenants.forget(name)
 
-    def _tried(self, one: Request, do: Callable[..., None], *arguments: Any) -> bool:
+    def _tried(self, one: Request, do: Callable[..., object], *arguments: Any) -> bool:
         """Whether it was done; if not, this request fails, and no other."""
         try:
             do(*arguments)
@@ -330,17 +330,10 @@ class Service:
             return False
         return True
 
-    def _open(self, name: str, keep: set[str]) -> None:
-        tenant = self._tenants.bring(name, keep)
-        if self._writes_first:
-            self._tenants.write(tenant)  # what `commit` goes back to
-
-    def _learn(self, one: Request, answer: Answer, step: bool) -> None:
-        """Take note of an answer; on disk, if that comes first."""
-        tenant = self._tenants.here[one.name]
-        self._tenants.learn(tenant, itertools.compress(answer.uncertainty, answer.valid), step)
-        if self._writes_first:
-            self._tenants.commit(tenant)
+    def _learn(self, one: Request, answer: Answer | None, step: bool) -> None:
+        """Take note of a step, and of an answer."""
+        known = None if answer is None else itertools.compress(answer.uncertainty, answer.valid)
+        self._tenants.learn(self._tenants.here[one.name], known, step)
         self._counts.of(one.name)["steps"] += step
 
     def _adapts(self, tenant: Tenant) -> bool:
@@ -353,8 +346,7 @@ class Service:
         """Adapt tenants, or all, to the requests that were answered first."""
         owed = list(self._later) if names is None else [name for name in names if name in self._later]
         for one, _ in self._run([self._later.pop(name) for name in owed], True):
-            self._tenants.learn(self._tenants.here[one.name], None, True)
-            self._counts.of(one.name)["steps"] += 1
+            self._learn(one, None, True)
 
     def _run(self, requests: list[Request], step: bool) -> list[tuple[Request, Answer]]:
         """Run some requests together; if that fails, one by one, so that each has its own error only."""
@@ -387,11 +379,13 @@ class Service:
         confidence = self._fleet.confidence(logits, names, valid)
         abstain = ~good if below is None else ~good | below
         logits = logits.float().cpu()
-        lists = [value.tolist() for value in (logits.argmax(dim=1), u, confidence, abstain, good)]
+        found = (value.tolist() for value in (logits.argmax(dim=1), u, confidence, abstain, good))
+        labels, us, confidences, abstains, goods = found
         adapted, answers, end = step or self.mode.kind == "after", list[Answer](), 0
         for one in requests:
-            rows = slice(end, end := end + len(one.x))
-            answers.append(Answer(*(values[rows] for values in lists), logits[rows].clone(), adapted))
+            at = slice(end, end := end + len(one.x))
+            mine = Answer(labels[at], us[at], confidences[at], abstains[at], goods[at], logits[at].clone(), adapted)
+            answers.append(mine)
         return answers
 
     def _input(self, parts: Sequence[Tensor]) -> Tensor:

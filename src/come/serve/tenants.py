@@ -67,17 +67,12 @@ def unfit(name: str, error: Exception) -> RequestError:
 class Tenants:
     """All tenants of a service.
 
-    A fleet can evict streams by itself, into host memory or temporary files, but keeps something of every stream that it ever
-    had and looks at all of them in each step. Tenants may be many more than those in memory, most of them known by their files
-    only, so they are evicted here, and closed in the fleet.
+    `Fleet(resident=, folder=)` does not evict them: it goes through all of its streams in each step, and most tenants are known
+    here by the names of their files only. So those in memory are streams of the fleet, and evicted ones are closed.
 
     Args:
-        fleet: the model and the streams.
-        mode: when they adapt.
-        states: where they are kept; None: in memory only.
+        fleet, mode, states, resident, write_every: as in `Service`.
         most: the largest number of tenants, on disk included.
-        resident: the largest number of tenants in memory.
-        write_every: seconds until a change is on disk.
         settle: makes all steps that tenants in memory still owe; called before one is evicted.
     """
 
@@ -111,19 +106,20 @@ class Tenants:
 
     def bring(self, name: str, keep: Iterable[str] = ()) -> Tenant:
         """A tenant in memory: as it is there, as it was written, or new. Those in `keep` are not evicted for it."""
-        if name in self.here:
-            self.here.move_to_end(name)
-            return self.here[name]
-        if key_of(name) not in self._keys and len(self._keys) >= self._most:
-            raise RequestError("the server has as many tenants as it takes", 429)
-        while len(self.here) >= self._resident:
-            self._settle()
-            oldest = next(tenant for tenant in self.here.values() if tenant.name not in keep)
-            self.write(oldest)
-            self.counts["evicted"] += 1
-            self.forget(oldest.name)
-        self.here[name] = self._begun(name)
-        self._keys.add(key_of(name))
+        if name not in self.here:
+            if key_of(name) not in self._keys and len(self._keys) >= self._most:
+                raise RequestError("the server has as many tenants as it takes", 429)
+            while len(self.here) >= self._resident:
+                self._settle()
+                oldest = next(tenant for tenant in self.here.values() if tenant.name not in keep)
+                self.write(oldest)
+                self.counts["evicted"] += 1
+                self.forget(oldest.name)
+            self.here[name] = self._begun(name)
+            self._keys.add(key_of(name))
+        self.here.move_to_end(name)
+        if self._write_every == 0:
+            self.write(self.here[name])  # what a failed commit goes back to
         return self.here[name]
 
     def _begun(self, name: str) -> Tenant:
@@ -164,11 +160,11 @@ class Tenants:
         self.check_known(name)
         tenant = self.bring(name)
         self._changed(tenant)
-        self.write(tenant)  # what `commit` goes back to
+        self.write(tenant)  # what a failed commit goes back to
         self._fleet.reset(name)
         tenant.signal = Signal.given(self._mode.reference)
         self._changed(tenant)
-        self.commit(tenant)
+        self._commit(tenant)
 
     def delete(self, name: str) -> None:
         """Forget a tenant, on disk too."""
@@ -193,7 +189,7 @@ class Tenants:
             tenant.due = min(tenant.due, time.monotonic() + self._write_every)
 
     def learn(self, tenant: Tenant, uncertainties: Iterable[float] | None, stepped: bool) -> None:
-        """Take note of a request (unless its uncertainties are None) and of a step."""
+        """Take note of a step, and of a request unless its uncertainties are None; on disk, if that comes first."""
         if uncertainties is not None:
             tenant.requests += 1
             tenant.signal.update(uncertainties)
@@ -202,6 +198,8 @@ class Tenants:
         elif self._mode.kind == "every":  # the number of requests is written when the tenant is evicted
             with self._lock:
                 tenant.dirty = True
+        if self._write_every == 0 and uncertainties is not None:
+            self._commit(tenant)
 
     def write(self, tenant: Tenant) -> None:
         """Write a state now, if anything is not on disk."""
@@ -211,7 +209,7 @@ class Tenants:
         if not self._put(tenant, *self._packed(tenant)):
             raise RequestError("the server cannot write states now; try again later", 503)
 
-    def commit(self, tenant: Tenant) -> None:
+    def _commit(self, tenant: Tenant) -> None:
         """Write a state now; if that fails, the tenant is again what its file says, or new if it has none."""
         try:
             self.write(tenant)
