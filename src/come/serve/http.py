@@ -87,7 +87,7 @@ def create(backend: Service | Backend) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse({"error": "a parameter of the query is not what it must be: logits=true or false"}, 400)
+        return JSONResponse({"error": "logits must be true or false"}, 400)
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
@@ -197,17 +197,17 @@ def _from_json(body: bytearray, behind: Backend) -> Tensor:
     rows = found.get("inputs") if isinstance(found, dict) else None
     if not isinstance(rows, list):
         raise RequestError('the body must be {"inputs": [...]}, nested lists of numbers')
-    shape = (len(rows), *behind.shape)
+    shape, misshapen = (len(rows), *behind.shape), f"inputs must be nested lists of numbers of shape (n, {sides})"
     for side in behind.shape:
         if not all(isinstance(row, list) and len(row) == side for row in rows):
-            raise RequestError(f"inputs must be nested lists of numbers of shape (n, {sides})")
+            raise RequestError(misshapen)
         rows = [value for row in rows for value in row]
     if behind.dtype == "uint8" and not all(type(value) is int and 0 <= value <= 255 for value in rows):
         raise RequestError("inputs must be whole numbers from 0 to 255")
     try:
         return torch.tensor(rows, dtype=DTYPES[behind.dtype]).reshape(shape)
     except (ValueError, TypeError, RuntimeError, OverflowError):
-        raise RequestError(f"inputs must be nested lists of numbers of shape (n, {sides})") from None
+        raise RequestError(misshapen) from None
 
 
 def exposition(found: Sequence[Metrics]) -> bytes:

@@ -222,12 +222,16 @@ class Service:
         """Mean and standard deviation of the source model's uncertainty on samples `(n, *shape)`: the reference of "shift"."""
         return cast("tuple[float, float]", self._result("uncertainty", x))
 
-    def ask(self, what: str, *arguments: Any, future: Future[Any] | None = None) -> Future[Any]:
+    def ask(self, what: str, *arguments: Any) -> Future[Any]:
         """Call "predict", "health", "reset", "delete", "metrics" or "uncertainty" without waiting for what it returns.
 
         A bad request raises a `RequestError` at once.
         """
-        future = Future() if future is None else future
+        future = Future[Any]()
+        self._ask(future, what, *arguments)
+        return future
+
+    def _ask(self, future: Future[Any], what: str, *arguments: Any) -> None:
         if what in ("predict", "health", "reset", "delete"):
             check_name(arguments[0])
             if part_of(arguments[0], self._parts) != self._part:
@@ -241,13 +245,12 @@ class Service:
         else:
             name, run = arguments[0] if what in ("reset", "delete") else "", getattr(self, f"_{what}")
             self._queue.put(Command(name, lambda: run(*arguments), future))
-        return future
 
     def _result(self, what: str, *arguments: Any) -> Any:
         """Call something and wait for what it returns; Ctrl-C ends the wait, and the request is run all the same."""
         future, done = Future[Any](), SimpleQueue[Future[Any]]()
         future.add_done_callback(done.put)  # now: once the worker has it, its Condition must not be left half way
-        self.ask(what, *arguments, future=future)
+        self._ask(future, what, *arguments)
         return done.get().result()
 
     def _check_samples(self, x: Tensor) -> None:
