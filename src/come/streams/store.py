@@ -62,11 +62,14 @@ class Residency:
 
     def fetched(self, streams: dict[str, Stream], names: list[str]) -> dict[str, Stream]:
         """With the state of these streams on the device, as the most recently used."""
-        streams = dict(streams)
+        streams, moved = dict(streams), False
         for name in names:
             stream = streams.pop(name)
-            streams[name] = replace(stream, state=self.state_of(stream))
-        return self.evicted(streams, keep=names)
+            state = self.state_of(stream)
+            if state is not stream.state:
+                stream, moved = replace(stream, state=state), True
+            streams[name] = stream
+        return self.evicted(streams, keep=names) if moved else streams  # looking at thousands of streams takes a while
 
     def evicted(self, streams: dict[str, Stream], keep: Collection[str] = ()) -> dict[str, Stream]:
         """With no more than `resident` on the device; `streams` has the least recently used first."""
