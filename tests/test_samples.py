@@ -321,7 +321,7 @@ class Fluent(TinyClassifier):
 @pytest.mark.parametrize("name", [n for n in dir(nn.Module) if not n.startswith("_")])
 def test_nothing_of_a_module_reaches_past_the_adapter(name):
     adapter = come.adapt(Fluent(NORMS["layer"]), "tent")
-    if name in READ or name in vars(come.Adapter):
+    if name in READ or hasattr(come.Adapter, name):
         assert hasattr(adapter, name)
     elif name in {*CASTS, "type", "cuda", "xpu", "ipu", "mtia"}:
         assert getattr(adapter, name).func.__self__ is adapter

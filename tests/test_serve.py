@@ -199,7 +199,7 @@ def test_a_full_queue_and_a_greedy_tenant(monkeypatch):
     monkeypatch.setattr(come.Fleet, "step", lambda *a: go.wait(10) and real(*a))
     with make(max_queue=16, max_samples=4, max_wait=0) as service:
         futures = [service.ask("predict", "first", X[0])]
-        eventually(lambda: service._queued() == 0)
+        eventually(lambda: service._queue.samples() == 0)
         futures.append(service.ask("predict", "a", X[0]))
         assert "too many" in refused(429, service.ask, "predict", "a", X[0])
         futures += [service.ask("predict", name, X[0]) for name in "bcd"]
@@ -650,8 +650,8 @@ def test_a_state_that_loads_and_cannot_step_is_refused_for_its_tenant_alone(tmp_
     """Of a size that its file declares, with a checksum that holds."""
     real = saving.restored
 
-    def damaged(adapter, saved):
-        now = real(adapter, saved)
+    def damaged(*given):
+        now = real(*given)
         return replace(now, weights=torch.cat([now.weights, now.weights]))
 
     with make(state=tmp_path) as service:

@@ -324,7 +324,7 @@ def service_under_signals(times: int, seed: int = 0) -> int:
         check_torch(where)
         others.check(where)
         requests, until = 0, time.monotonic() + SECONDS
-        while service._queued("main"):
+        while service._queue.samples("main"):
             assert time.monotonic() < until, f"{where}: a request is never taken"
             time.sleep(0.0005)
         requests = service.health("main")["requests"]

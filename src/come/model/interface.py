@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,10 @@ MOVES = frozenset(
 class LikeModel:
     """Has the public attributes of `model`, and those of its methods that neither run nor return it."""
 
-    model: nn.Module
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The classifier."""
 
     @exclusive
     def to(self, *args: Any, **kwargs: Any) -> Self:

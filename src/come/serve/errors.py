@@ -1,33 +1,40 @@
-"""What a tenant is told."""
+"""`RequestError`: why a request was refused, and with which HTTP status."""
 
 from __future__ import annotations
 
-from come.errors import ComeError, shown
+import logging
+
+from come.errors import ComeError, InputError, shown
 from come.streams.names import NAME
+
+log = logging.getLogger("come.serve")
 
 
 class RequestError(ComeError):
-    """A request that is not answered, and why; `status` is the HTTP status that says so.
+    """A refused request; `status` is its HTTP status.
 
     Example:
-        >>> str(RequestError("there is no such tenant", 404))
-        'there is no such tenant'
+        >>> RequestError("there is no such tenant", 404).status
+        404
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message, status)
+        super().__init__(message)
         self.status = status
 
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
+
+def refusal(error: Exception, what: str) -> RequestError:
+    """What the client is told of an error; what it must not see, such as paths and other tenants, goes to the log."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, InputError):
+        return RequestError(str(error))
+    log.error("%s failed", what, exc_info=error)
+    return RequestError("the server could not run this request; its log says why", 500)
 
 
 def check_name(name: object) -> None:
-    """Refuse what is not the name of a tenant.
-
-    >>> check_name("north-1")
-    """
+    """Raise unless this is the name of a tenant."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise RequestError(
             f"a tenant's name must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"

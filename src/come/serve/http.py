@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -31,44 +32,26 @@ LARGEST_JSON = 2**20
 """Bytes of a JSON body: parsing holds up everything else in the process, and takes 50 times the memory."""
 PATIENCE = 30.0
 """Seconds for a body to arrive, and for an answer to be found."""
-ITEMS = {"float32": 4, "uint8": 1}
 
 
-class Backend(Protocol):
-    """What answers: a service in this process, or replicas elsewhere."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    max_samples: int
-
-    async def ask(self, what: str, *arguments: Any) -> Any:
-        """As `Service.ask`; of "metrics" a list, one for each service."""
-
-    async def ready(self) -> bool:
-        """Whether requests are answered now."""
-
-    def close(self) -> None:
-        """At the end of the app."""
-
-
-class Local:
-    """A `Service` of this process, for an event loop."""
+class Backend:
+    """A `Service` of this process, for an event loop; `come.serve.ray_serve` has one for replicas elsewhere."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self.shape, self.dtype, self.max_samples = service.shape, service.dtype, service.max_samples
 
     async def ask(self, what: str, *arguments: Any) -> Any:
-        """See `Service.ask`."""
+        """As `Service.ask`; of "metrics" a list, one for each service."""
         found = await asyncio.wrap_future(self._service.ask(what, *arguments))
         return [found] if what == "metrics" else found
 
     async def ready(self) -> bool:
-        """See `Service.ready`."""
+        """Whether requests are answered now."""
         return self._service.ready
 
     def close(self) -> None:
-        """See `Service.close`."""
+        """Called when the app ends."""
         self._service.close()
 
 
@@ -86,7 +69,7 @@ def create(backend: Service | Backend) -> FastAPI:
         ...     sorted(answer.json())
         ['abstain', 'adapted', 'confidence', 'labels', 'uncertainty', 'valid']
     """
-    behind: Backend = Local(backend) if isinstance(backend, Service) else backend
+    behind = Backend(backend) if isinstance(backend, Service) else backend
     parsing = asyncio.Lock()
 
     @asynccontextmanager
@@ -104,7 +87,7 @@ def create(backend: Service | Backend) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse({"error": "a parameter of the query is not what it must be: logits=true or false"}, 400)
+        return JSONResponse({"error": "logits must be true or false"}, 400)
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
@@ -168,9 +151,9 @@ async def _samples(request: Request, behind: Backend, parsing: asyncio.Lock) -> 
             return await run_in_threadpool(_from_json, body, behind)
     if kind != "application/octet-stream":
         raise RequestError("the content type must be application/octet-stream or application/json", 415)
-    largest = max(LEAST_BODY, behind.max_samples * math.prod(behind.shape) * ITEMS[behind.dtype])
+    largest = max(LEAST_BODY, behind.max_samples * math.prod(behind.shape) * DTYPES[behind.dtype].itemsize)
     body = await _patiently(_body(request, largest, " at most"))
-    return _from_bytes(body, request.headers.get("x-shape"), request.headers.get("x-dtype"), behind.dtype)
+    return _from_bytes(body, request.headers.get("x-shape", ""), request.headers.get("x-dtype", ""), behind.dtype)
 
 
 async def _body(request: Request, largest: int, limit: str) -> bytearray:
@@ -178,32 +161,28 @@ async def _body(request: Request, largest: int, limit: str) -> bytearray:
     try:
         if int(request.headers.get("content-length", 0)) > largest:
             raise too_large
-    except ValueError:
-        raise RequestError("the content length must be a number") from None
-    try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > largest:
                 raise too_large
+    except ValueError:
+        raise RequestError("the content length must be a number") from None
     except ClientDisconnect:
         raise RequestError("the body ended early") from None
     return body
 
 
-def _from_bytes(body: bytearray, shape: str | None, dtype: str | None, expected: str) -> Tensor:
+def _from_bytes(body: bytearray, shape: str, dtype: str, expected: str) -> Tensor:
     """Little-endian values, the last dimension first."""
     if dtype != expected:
-        raise RequestError(
-            f"the header X-Dtype must be {expected}, got {'none' if dtype is None else repr(dtype[:20])}"
-        )
+        raise RequestError(f"the header X-Dtype must be {expected}, got {repr(dtype[:20]) if dtype else 'none'}")
     try:
-        sides = [int(side) for side in (shape or "")[:200].split(",")]
+        sides = [int(side) for side in shape[:200].split(",")]
     except ValueError:
         raise RequestError("the header X-Shape must list the shape of the samples, such as 8,3,32,32") from None
-    if min(sides) < 1 or math.prod(sides) * ITEMS[expected] != len(body):
-        raise RequestError(
-            f"the body must have {ITEMS[expected]} bytes for each value of X-Shape, got {len(body)} bytes"
-        )
+    each = DTYPES[expected].itemsize
+    if min(sides) < 1 or math.prod(sides) * each != len(body):
+        raise RequestError(f"the body must have {each} bytes for each value of X-Shape, got {len(body)} bytes")
     return torch.frombuffer(body, dtype=DTYPES[expected]).reshape(sides)
 
 
@@ -218,42 +197,31 @@ def _from_json(body: bytearray, behind: Backend) -> Tensor:
     rows = found.get("inputs") if isinstance(found, dict) else None
     if not isinstance(rows, list):
         raise RequestError('the body must be {"inputs": [...]}, nested lists of numbers')
-    shape = (len(rows), *behind.shape)
+    shape, misshapen = (len(rows), *behind.shape), f"inputs must be nested lists of numbers of shape (n, {sides})"
     for side in behind.shape:
         if not all(isinstance(row, list) and len(row) == side for row in rows):
-            raise RequestError(f"inputs must be nested lists of numbers of shape (n, {sides})")
+            raise RequestError(misshapen)
         rows = [value for row in rows for value in row]
     if behind.dtype == "uint8" and not all(type(value) is int and 0 <= value <= 255 for value in rows):
         raise RequestError("inputs must be whole numbers from 0 to 255")
     try:
         return torch.tensor(rows, dtype=DTYPES[behind.dtype]).reshape(shape)
     except (ValueError, TypeError, RuntimeError, OverflowError):
-        raise RequestError(f"inputs must be nested lists of numbers of shape (n, {sides})") from None
-
-
-class _Collector:
-    def __init__(self, families: Sequence[Any]) -> None:
-        self.families = families
-
-    def collect(self) -> Sequence[Any]:
-        return self.families
+        raise RequestError(misshapen) from None
 
 
 def exposition(found: Sequence[Metrics]) -> bytes:
     """Metrics of one or more services in Prometheus' text format."""
-    families: dict[str, Any] = {}
+    families: dict[str, Family] = {}
     for one in (metric for part in found for metric in part.values):
-        make: Callable[..., Any] = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
-        family = families.setdefault(one.name, make(one.name, one.help, labels=list(one.labels)))
-        family.add_metric(list(one.labels.values()), one.value)
-    counts, spent = [0] * (len(BUCKETS) + 1), 0.0
-    for part in found:
-        counts = [a + b for a, b in zip(counts, part.answered, strict=True)]
-        spent += part.seconds
-    bounds = [*(str(bound) for bound in BUCKETS), "+Inf"]
-    buckets = [(bound, float(sum(counts[: i + 1]))) for i, bound in enumerate(bounds)]
-    text = "Seconds from a request to its answer"
-    seconds = HistogramMetricFamily("come_serve_answer_seconds", text, buckets=buckets, sum_value=spent)
-    registry = CollectorRegistry()
-    registry.register(_Collector([*families.values(), seconds]))
-    return generate_latest(registry)
+        family = families.setdefault(one.name, Family(one.name, one.help, one.kind))
+        family.add_sample(one.name + ("_total" if one.kind == "counter" else ""), one.labels, one.value)
+    name = "come_serve_answer_seconds"
+    seconds = families[name] = Family(name, "Seconds from a request to its answer", "histogram")
+    total = 0
+    for bound, *counts in zip((*BUCKETS, "+Inf"), *(part.answered for part in found), strict=True):
+        total += sum(counts)
+        seconds.add_sample(f"{name}_bucket", {"le": str(bound)}, total)
+    seconds.add_sample(f"{name}_count", {}, total)
+    seconds.add_sample(f"{name}_sum", {}, sum(part.seconds for part in found))
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=families.values)))

@@ -1,4 +1,4 @@
-"""What can be measured of a service: counters by tenant, the time to an answer."""
+"""Counters and gauges of a service and of its tenants."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from collections import Counter
 from typing import NamedTuple
 
 OTHER = "(other)"
-"""Stands for all tenants that have no counters of their own; it is no valid name."""
+"""All tenants that have no counters of their own; not a valid name."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 """Upper bounds of the time to an answer, in seconds."""
+SERVICE = {
+    "tenants": ("gauge", "Tenants, on disk included"),
+    "resident_tenants": ("gauge", "Tenants in memory"),
+    "queued_samples": ("gauge", "Samples that wait"),
+    "unwritten_steps": ("gauge", "Steps that a kill would lose now"),
+    "refused": ("counter", "Requests refused because the queue was full"),
+    "failed": ("counter", "Requests, and steps after an answer, that failed"),
+    "evicted": ("counter", "Tenants moved from memory to disk"),
+    "restored": ("counter", "Tenants read from disk"),
+    "written": ("counter", "States written"),
+    "write_errors": ("counter", "States that could not be written"),
+}
+COUNTERS = ("requests", "samples", "abstained", "steps")
+GAUGES = ("uncertainty", "shifted", "unwritten_steps", "agreement", "lr_scale", "collapse")
 
 
 class Metric(NamedTuple):
-    """One number."""
+    """One number; `kind` is "counter" or "gauge"."""
 
     kind: str
-    """"counter" or "gauge"."""
     name: str
     help: str
     labels: dict[str, str]
@@ -57,9 +70,6 @@ class Counts:
 
     def answer(self, name: str, samples: int, abstained: int, seconds: float) -> None:
         """Count an answer."""
-        counter = self.of(name)
-        counter["requests"] += 1
-        counter["samples"] += samples
-        counter["abstained"] += abstained
+        self.of(name).update(requests=1, samples=samples, abstained=abstained)
         self.answered[bisect_left(BUCKETS, seconds)] += 1
         self.seconds += seconds

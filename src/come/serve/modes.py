@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from come.errors import ConfigError, StateError, shown
 
-KINDS = ("inline", "after", "every", "shift", "never")
 FIRST = 64
 """Samples of a tenant that its reference is taken from, unless one is given."""
 RECENT = 32
 """Samples that the recent mean looks back, about."""
 BEGINS, ENDS = 0.5, 0.25
-"""A shift begins and ends where the recent mean is so many standard deviations above the reference. The mean of independent
-samples of the reference strays by 0.13 of them, so 0.5 is four times its own noise."""
+"""Standard deviations of the recent mean above the reference at which a shift begins and ends. Chance alone moves the mean of
+independent samples by 0.13, a quarter of `BEGINS`."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +36,17 @@ class Mode:
     @classmethod
     def of(cls, text: str) -> Mode:
         """Read "inline", "after", "every:N", "shift", "shift:MEAN,STD" or "never"."""
-        kind, given, rest = text.partition(":") if isinstance(text, str) else ("", "", "")
         try:
+            kind, _, rest = text.partition(":")
+            if text in ("inline", "after", "shift", "never"):
+                return cls(kind)
             if kind == "every" and int(rest) >= 1:
                 return cls(kind, int(rest))
-            if kind == "shift" and given:
-                mean, std = (float(value) for value in rest.split(","))
+            if kind == "shift":
+                mean, std = map(float, rest.split(","))
                 if 0 <= mean <= 1 and 0 < std <= 1:
                     return cls(kind, reference=(mean, std))
-            elif kind in KINDS and kind != "every" and not given:
-                return cls(kind)
-        except ValueError:
+        except (ValueError, TypeError, AttributeError):
             pass
         raise ConfigError(
             f"adapt must be inline, after, every:N with N >= 1, shift, shift:MEAN,STD or never, got {shown(text)}"
@@ -58,8 +57,8 @@ class Mode:
 class Signal:
     """Whether a tenant's data has shifted, by the uncertainty of its answers.
 
-    The reference is the mean and standard deviation over its first 64 samples, or given. A shift begins when the recent
-    mean, an exponential average over about 32 samples, is half a standard deviation above the reference, and ends at a quarter.
+    The reference is given, or the mean and standard deviation over its first 64 samples. A shift begins when the recent mean,
+    an exponential average over about 32 samples, is half a standard deviation above the reference, and ends at a quarter.
 
     Example:
         >>> signal = Signal(count=64, mean=0.2, squares=64 * 0.1**2, recent=0.2)
@@ -76,10 +75,9 @@ class Signal:
     shifted: bool = False
 
     def __post_init__(self) -> None:
-        numbers = (self.count, self.mean, self.squares, self.recent)
-        good = all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
-        if not (good and self.squares >= 0 and self.count in range(FIRST + 1) and isinstance(self.shifted, bool)):
-            raise StateError(f"{self} is no signal")  # of a file that was changed
+        finite = all(isinstance(value, (int, float)) and math.isfinite(value) for value in astuple(self))
+        if not (finite and self.squares >= 0 and self.count in range(FIRST + 1) and isinstance(self.shifted, bool)):
+            raise StateError(f"the signal in this state is damaged: {self}; use an older copy")
 
     @classmethod
     def given(cls, reference: tuple[float, float] | None) -> Signal:
@@ -90,10 +88,8 @@ class Signal:
         return cls(FIRST, mean, std * std * FIRST, mean)
 
     def update(self, uncertainties: Iterable[float]) -> bool:
-        """Take up the uncertainties of some samples; returns whether there is a shift."""
-        for u in uncertainties:
-            if not math.isfinite(u):
-                continue
+        """Take in the uncertainties of some samples; returns whether there is a shift."""
+        for u in filter(math.isfinite, uncertainties):
             if self.count < FIRST:
                 self.count += 1
                 distance = u - self.mean
@@ -102,7 +98,6 @@ class Signal:
                 self.recent = self.mean
                 continue
             self.recent += (u - self.recent) / RECENT
-            above = self.recent - self.mean
             std = max(math.sqrt(self.squares / self.count), 1e-6)
-            self.shifted = above > (ENDS if self.shifted else BEGINS) * std
+            self.shifted = self.recent - self.mean > (ENDS if self.shifted else BEGINS) * std
         return self.shifted

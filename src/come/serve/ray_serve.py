@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray.serve
@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message
 
 from come.errors import ConfigError, require_int
-from come.serve import http
 from come.serve.errors import RequestError, check_name
+from come.serve.http import Backend, create
 from come.serve.service import Service
 from come.serve.states import part_of
 
@@ -29,8 +29,9 @@ Handle = Any
 """A `ray.serve.handle.DeploymentHandle`."""
 Make = Callable[[int, int], Service]
 """Makes the service of a part: `make(part, parts)`."""
+UNREACHABLE = (RayError, RayServeException)
 ONGOING = 10_000
-"""Requests at once to a replica; it is the service that limits them."""
+"""Requests at once to a replica; the service itself limits them."""
 AWAY = "the replica of this tenant is starting again; try again later"
 
 
@@ -41,32 +42,31 @@ class Replica:
         self._service = make(part, parts)
 
     async def ask(self, what: str, *arguments: Any) -> tuple[Any, tuple[str, int] | None]:
-        """What `Service.ask` finds, or why it refuses: Ray would wrap an exception in one of its own."""
+        """The result of `Service.ask`, or message and status of its error: Ray would wrap an exception in one of its own."""
         try:
             return await asyncio.wrap_future(self._service.ask(what, *arguments)), None
         except RequestError as error:
             return None, (str(error), error.status)
 
     async def about(self) -> dict[str, Any]:
-        """What the router must know, and the process."""
+        """The samples that the service takes, and its process."""
         one = self._service
         return {"shape": one.shape, "dtype": one.dtype, "max_samples": one.max_samples, "pid": os.getpid()}
 
     def check_health(self) -> None:
-        """Asked by Ray: a replica whose threads have ended is replaced."""
+        """Called by Ray, which replaces a replica that raises."""
         if not self._service.alive:
-            raise RuntimeError("the threads of the service have ended")
+            raise RuntimeError("the thread of the service has ended")
 
-    def __del__(self) -> None:
-        """Called by Ray when the replica is to end: states are written."""
+    def __del__(self) -> None:  # called by Ray when the replica ends
         if hasattr(self, "_service"):
             self._service.close()
 
 
-class _Replicas:
-    """All replicas, as the app of `come.serve.http` needs them."""
+class _Replicas(Backend):
+    """All replicas, behind one app."""
 
-    def __init__(self, handles: list[Handle], about: dict[str, Any]) -> None:
+    def __init__(self, handles: Sequence[Handle], about: dict[str, Any]) -> None:
         self._handles = handles
         self.shape, self.dtype, self.max_samples = about["shape"], about["dtype"], about["max_samples"]
 
@@ -79,7 +79,7 @@ class _Replicas:
     async def _ask(self, handle: Handle, what: str, *arguments: Any) -> Any:
         try:
             found, refused = await handle.ask.remote(what, *arguments)
-        except (RayError, RayServeException) as error:
+        except UNREACHABLE as error:
             raise RequestError(AWAY, 503) from error
         if refused is not None:
             raise RequestError(*refused)
@@ -88,27 +88,26 @@ class _Replicas:
     async def ready(self) -> bool:
         try:
             await asyncio.gather(*(handle.about.remote() for handle in self._handles))
-        except (RayError, RayServeException):
+        except UNREACHABLE:
             return False
         return True
 
     def close(self) -> None:
-        """Replicas are ended by Ray."""
+        """Ray ends the replicas."""
 
 
 class Router:
     """Takes HTTP requests and sends each to its tenant's replica."""
 
     def __init__(self, *handles: Handle) -> None:
-        self._handles = list(handles)
+        self._handles = handles
         self._app: Any = None
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request as the app of `come.serve.http` does."""
         try:
-            if self._app is None:
-                self._app = http.create(_Replicas(self._handles, await self._handles[0].about.remote()))
-        except (RayError, RayServeException):
+            self._app = self._app or create(_Replicas(self._handles, await self._handles[0].about.remote()))
+        except UNREACHABLE:
             return JSONResponse({"error": AWAY}, 503, {"Retry-After": "1"})
         sent: list[Message] = []
 
@@ -123,7 +122,7 @@ class Router:
 
 
 def check_room(replicas: int, kind: str) -> None:
-    """Refuse more replicas than Ray has of "CPU" or "GPU": it would wait for them without an end."""
+    """Raise if Ray has fewer than `replicas` of "CPU" or "GPU": it would wait for them forever."""
     resources: Callable[[], dict[str, float]] = ray.cluster_resources
     if (there := int(resources().get(kind, 0))) < replicas:
         raise ConfigError(f"{replicas} replicas need a {kind} each, and Ray has {there}; give fewer replicas")
@@ -139,13 +138,9 @@ def application(make: Make, replicas: int = 2, **options: Any) -> Any:
         **options: of a replica's deployment, such as `ray_actor_options={"num_gpus": 1}`.
     """
     require_int("replicas", replicas, 1)
-    options = {
-        "max_ongoing_requests": ONGOING,
-        "graceful_shutdown_timeout_s": 60.0,
-        "health_check_period_s": 2.0,
-    } | options
+    own = {"max_ongoing_requests": ONGOING, "graceful_shutdown_timeout_s": 60.0, "health_check_period_s": 2.0} | options
     parts = [
-        serve.deployment(Replica, name=f"part-{part}", num_replicas=1, **options).bind(make, part, replicas)
+        serve.deployment(Replica, name=f"part-{part}", num_replicas=1, **own).bind(make, part, replicas)
         for part in range(replicas)
     ]
     light = {"num_cpus": 0}

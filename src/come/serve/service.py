@@ -1,25 +1,20 @@
-"""The engine of a server, without any web: requests of many tenants in, one step of a `come.Fleet` for all, answers out.
+"""The engine of a server, without HTTP: takes requests of many tenants, runs them together as one step of a `come.Fleet`.
 
 One thread owns the fleet and all that is known of tenants. It collects requests for a few milliseconds, takes at most one of
-each tenant, and runs them together. So one request is one step, and what a tenant is answered follows from its own requests
-alone, whatever others send.
+each tenant, and runs them together. So one request is one step, and a tenant's answers depend on its own requests alone.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from types import TracebackType
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -31,24 +26,21 @@ from come.fleet import Fleet
 from come.method import Step
 from come.methods import DEFAULT
 from come.model.inputs import answered
-from come.serve.errors import RequestError, check_name
-from come.serve.metrics import Counts, Metric, Metrics
+from come.serve.errors import RequestError, check_name, log, refusal
+from come.serve.metrics import COUNTERS, GAUGES, SERVICE, Counts, Metric, Metrics
 from come.serve.modes import Mode
+from come.serve.request_queue import SHARE, Command, Queue, Request
 from come.serve.states import States, part_of
 from come.serve.tenants import Tenant, Tenants, unfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-log = logging.getLogger("come.serve")
-
 DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
-SHARE = 4
-"""One tenant may fill 1/4 of the queue."""
 
 
 class Answer(NamedTuple):
-    """What a request is answered with; lists have one entry for each of its n samples."""
+    """The answer to a request of n samples; lists have one entry for each sample."""
 
     labels: list[int]
     uncertainty: list[float]
@@ -56,7 +48,7 @@ class Answer(NamedTuple):
     confidence: list[float]
     """What the threshold for abstaining is on, see `come.Fleet.confidence`; 0 for a sample that is not valid."""
     abstain: list[bool]
-    """The sample is invalid, or below the threshold that `Service.calibrate` has chosen: do not rely on the label."""
+    """Do not rely on the label: the sample is invalid, or below the threshold of `Service.calibrate`."""
     valid: list[bool]
     """False if the guard found the sample absurd, or the model could not answer it."""
     logits: Tensor
@@ -65,60 +57,29 @@ class Answer(NamedTuple):
     """Whether the tenant adapts to these samples."""
 
 
-@dataclass
-class _Request:
-    name: str
-    x: Tensor
-    future: Future[Answer] = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-
-
-@dataclass
-class _Command:
-    """Something else that the thread of the fleet is to do."""
-
-    name: str
-    run: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
-
-    def do(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.run())
-        except RequestError as error:
-            self.future.set_exception(error)
-        except Exception as error:
-            log.exception("a command failed")
-            self.future.set_exception(
-                RequestError(f"the server failed ({type(error).__name__}); its log says why", 500)
-            )
-
-
 class Service:
     """Answers requests of many tenants with one model; each tenant adapts by itself.
 
-    Threads may call it at will. Use it in a `with` block, or `close` it: waiting requests are answered and states written.
+    Any thread may call it. Use it in a `with` block, or `close` it: waiting requests are answered and states written.
 
     Args:
-        model: as in `come.Fleet`, on the device where it is to run.
+        model: as in `come.Fleet`, on the device where it runs.
         method: as in `come.Fleet`.
         shape: of one sample as clients send it, e.g. (3, 224, 224).
         dtype: of samples as clients send them: "float32", or "uint8" together with `preprocess`.
-        preprocess: makes a batch `(B, *shape)` the model's input, each sample by itself. None: it is that already.
-        adapt: "inline": the answer is that of the adapting step. "after": answer first, adapt when nobody waits, and before
-            the tenant's next answer. "every:N": adapt with
-            every N-th request of a tenant. "shift" or "shift:MEAN,STD": adapt while a tenant's uncertainty is above its
-            reference, see `come.serve.modes.Signal`. "never".
-        state: a folder for states, which must exist. None: they are in memory only, and gone with the process.
-        tenants: so many tenants at most, on disk included.
-        resident: so many of them in memory; the least recently used are written to `state` and forgotten. None: all.
+        preprocess: turns a batch `(B, *shape)` into the model's input, each sample by itself. None: it is that already.
+        adapt: "inline": the answer is that of the adapting step. "after": answer first, then adapt, before the tenant's next
+            answer. "every:N": adapt with every N-th request of a tenant. "shift" or "shift:MEAN,STD": adapt while a tenant's
+            uncertainty is above its reference, see `come.serve.modes.Signal`. "never".
+        state: an existing folder for states. None: they are in memory only, and gone with the process.
+        tenants: the largest number of tenants, on disk included.
+        resident: how many of them stay in memory; the least recently used are written to `state` and closed. None: all.
         write_every: seconds until a change is on disk; 0: before the answer.
         max_batch: samples that are run together, unless one request holds more.
         max_wait: seconds that a request waits for others.
         max_samples: samples of one request.
         max_queue: samples that wait; one tenant may have a quarter of them.
-        labels: so many tenants have metrics of their own.
+        labels: how many tenants have metrics of their own.
         part: this server's part of the tenants, from 0; see `come.serve.states`.
         parts: how many servers share `state`.
         **more: objective, guard, precision, channels_last and hyperparameters, as in `come.Fleet`.
@@ -155,10 +116,10 @@ class Service:
         **more: Any,
     ) -> None:
         resident = tenants if resident is None else resident
-        counted = {"tenants": tenants, "resident": resident, "max_batch": max_batch, "max_samples": max_samples}
-        for name, value in (counted | {"max_queue": max_queue, "parts": parts}).items():
-            require_int(name, value, 1)
-        require_int("labels", labels, 0)
+        counts = {"tenants": tenants, "resident": resident, "max_batch": max_batch, "max_samples": max_samples}
+        counts |= {"max_queue": max_queue, "parts": parts, "labels": labels}
+        for name, value in counts.items():
+            require_int(name, value, 0 if name == "labels" else 1)
         for name, seconds in (("write_every", write_every), ("max_wait", max_wait)):
             limit = "a number of seconds >= 0"
             require(require_number(name, seconds, limit) and 0 <= seconds < math.inf, name, seconds, limit)
@@ -179,32 +140,22 @@ class Service:
         self.dtype, self.max_samples = dtype, max_samples
         self.mode = adapt if isinstance(adapt, Mode) else Mode.of(adapt)
         self._preprocess = preprocess
-        self._max_batch, self._max_wait, self._max_queue = max_batch, max_wait, max_queue
-        self._resident, self._part, self._parts = resident, part, parts
-        self._writes_first = write_every == 0
+        self._max_batch, self._part, self._parts = max_batch, part, parts
         self._device = next(model.parameters()).device
         self._fleet = Fleet(model, method, **more)
-        self._try()
+        self._check_model()
         states = None if state is None else States(Path(state), part, parts)
-        self._tenants = Tenants(
-            self._fleet, self.mode, states, tenants, resident, write_every, lambda: self._catch_up(list(self._later))
-        )
+        self._tenants = Tenants(self._fleet, self.mode, states, tenants, resident, write_every, self._catch_up)
         self._counts = Counts(labels)
-        self._refused = self._failed = 0
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        """Rings when there is something to do. In C, as the lock: Ctrl-C can stop a Condition half way, for good."""
-        self._mutex = threading.RLock()
-        """Guards the queue:"""
-        self._waiting: deque[_Request | _Command] = deque()
-        self._urgent: deque[_Command] = deque()
-        self._closing = False
-        self._later: dict[str, _Request] = {}
-        """Answered requests that their tenants are still to adapt to, one of each; of the thread of the fleet."""
+        self._failed = 0
+        self._queue = Queue(max_queue, max_batch, resident, max_wait)
+        self._later: dict[str, Request] = {}
+        """Answered requests that their tenants must still adapt to, one of each; only the thread of the fleet uses it."""
         self._worker = threading.Thread(target=self._work, name="come-serve", daemon=True)
         self._worker.start()
 
-    def _try(self) -> None:
-        """Run the model once, so that a wrong shape is an error of the host and not of its tenants."""
+    def _check_model(self) -> None:
+        """Run the model once, so that a wrong shape is an error at the start and not of every request."""
         x = torch.rand(2, *self.shape, generator=torch.Generator().manual_seed(0))
         try:
             self._source((x * 255).to(torch.uint8) if self.dtype == "uint8" else x)
@@ -217,7 +168,7 @@ class Service:
             ) from error
 
     def _source(self, x: Tensor, step: bool = False) -> Step:
-        """What the source model answers, or what its first step returns."""
+        """The source model's answer, or its first step."""
         free = next(name for name in map(str, itertools.count()) if name not in self._fleet)
         self._fleet.open(free)
         try:
@@ -235,8 +186,7 @@ class Service:
         """
 
         def batches() -> Iterator[Any]:
-            for batch in data:
-                x, y = labelled(batch)
+            for x, y in map(labelled, data):
                 yield self._input([x]) if y is None else (self._input([x]), y)
 
         return self._fleet.calibrate(batches(), **how)
@@ -275,11 +225,26 @@ class Service:
     def ask(self, what: str, *arguments: Any) -> Future[Any]:
         """Call "predict", "health", "reset", "delete", "metrics" or "uncertainty" without waiting for what it returns.
 
-        What is wrong with a request is raised at once, as a `RequestError`.
+        A bad request raises a `RequestError` at once.
         """
         future = Future[Any]()
         self._ask(future, what, *arguments)
         return future
+
+    def _ask(self, future: Future[Any], what: str, *arguments: Any) -> None:
+        if what in ("predict", "health", "reset", "delete"):
+            check_name(arguments[0])
+            if part_of(arguments[0], self._parts) != self._part:
+                raise RequestError(
+                    f"this tenant does not belong to this server, part {self._part} of {self._parts}", 421
+                )
+        if what == "predict":
+            name, x = arguments
+            self._check_samples(x)
+            self._queue.put(Request(name, x, future))
+        else:
+            name, run = arguments[0] if what in ("reset", "delete") else "", getattr(self, f"_{what}")
+            self._queue.put(Command(name, lambda: run(*arguments), future))
 
     def _result(self, what: str, *arguments: Any) -> Any:
         """Call something and wait for what it returns; Ctrl-C ends the wait, and the request is run all the same."""
@@ -288,20 +253,7 @@ class Service:
         self._ask(future, what, *arguments)
         return done.get().result()
 
-    def _ask(self, future: Future[Any], what: str, *arguments: Any) -> None:
-        if what in ("predict", "health", "reset", "delete"):
-            self._check_name(arguments[0])
-        if what == "predict":
-            return self._enqueue(future, *arguments)
-        run: Callable[..., Any] = getattr(self, f"_{what}")
-        ordered = what in ("reset", "delete")  # after the requests before it
-        command = _Command(arguments[0] if ordered else "", lambda: run(*arguments), future)
-        with self._mutex:
-            self._check_open()
-            (self._waiting if ordered else self._urgent).append(command)
-        self._bell.put(None)
-
-    def _enqueue(self, future: Future[Answer], name: str, x: Tensor) -> None:
+    def _check_samples(self, x: Tensor) -> None:
         if not isinstance(x, Tensor) or x.dtype != DTYPES[self.dtype]:
             found = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
             raise RequestError(f"samples must be {self.dtype}, got {found}")
@@ -312,136 +264,51 @@ class Service:
             raise RequestError(f"a request must hold 1 to {self.max_samples} samples, got {len(x)}", status)
         if self.dtype == "float32" and not bool(x.isfinite().all()):
             raise RequestError("samples must be finite, got NaN or infinity")
-        request = _Request(name, x, future)
-        with self._mutex:
-            self._check_open()
-            if self._queued() + len(x) > self._max_queue:
-                self._refused += 1
-                raise RequestError("the server is busy; try again later", 503)
-            if self._queued(name) + len(x) > self._max_queue // SHARE:
-                self._refused += 1
-                raise RequestError("this tenant has too many requests waiting; try again later", 429)
-            self._waiting.append(request)  # one line: an interrupt leaves it in the queue or not
-        self._bell.put(None)
-
-    def _check_name(self, name: str) -> None:
-        check_name(name)
-        if part_of(name, self._parts) != self._part:
-            raise RequestError(f"this tenant does not belong to this server, part {self._part} of {self._parts}", 421)
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise RequestError("the server is shutting down; try again later", 503)
-
-    def _queued(self, name: str | None = None) -> int:
-        """Samples that wait, of one tenant or of all."""
-        with self._mutex:
-            requests = [one for one in self._waiting if isinstance(one, _Request)]
-        return sum(len(one.x) for one in requests if name is None or one.name == name)
 
     @property
     def alive(self) -> bool:
-        """Whether its threads run."""
-        return self._worker.is_alive() and self._tenants.alive
+        """Whether its thread runs."""
+        return self._worker.is_alive()
 
     @property
     def ready(self) -> bool:
         """Whether requests are answered now."""
-        return self.alive and not self._closing and self._queued() < self._max_queue
+        return self.alive and not self._queue.closing and self._queue.samples() < self._queue.most
 
     def close(self) -> None:
         """Refuse new requests, answer those that wait, write all states, and let another server have the folder."""
-        with self._mutex:
-            self._closing = True
-        self._bell.put(None)
+        self._queue.close()
         self._worker.join()
 
     def __enter__(self) -> Self:
-        """Enter a `with` block; at its end the service is closed."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    # ---- the thread of the fleet: what comes next ----
+    # ---- the thread of the fleet ----
 
     def _work(self) -> None:
-        while (found := self._next()) is not None:
-            commands, batch = found
-            for command in commands:
-                command.do()
+        while (found := self._queue.next(0 if self._later else self._tenants.until_due())) is not None:
             try:
-                if batch:
-                    self._answer(batch)
-                elif not commands:  # nobody waits; one at a time, so that who comes now does not wait long
+                if isinstance(found, Command):
+                    found.do()
+                elif found:
+                    self._answer(found)
+                else:  # nobody waits; one at a time, so that the next request does not wait long
                     self._catch_up(list(self._later)[:1])
                 self._tenants.write_due()
             except Exception as error:
-                log.exception("a batch of %d requests failed", len(batch))
-                for one in batch:
+                log.exception("the service failed")
+                for one in found if isinstance(found, list) else ():
                     if not one.future.done():
                         self._fail(one, error)
         self._tenants.close()
 
-    def _next(self) -> tuple[list[_Command], list[_Request]] | None:
-        """Wait for something to do; nothing, if a state is due to be written; None, once a closed service has done all."""
-        while not self._bell.empty():  # what has rung so far is looked at now
-            self._bell.get()
-        while not (self._urgent or self._waiting or self._later):
-            if self._closing:
-                return None
-            if not self._rings(self._tenants.until_due()):
-                return [], []
-        if not self._urgent and self._waiting and isinstance(first := self._waiting[0], _Request):
-            latest = first.arrived + self._max_wait
-            while self._queued() < self._max_batch and not (self._urgent or self._closing):
-                if (left := latest - time.monotonic()) <= 0 or not self._rings(left):
-                    break
-        with self._mutex:
-            if self._urgent:
-                commands = list(self._urgent)
-                self._urgent.clear()
-                return commands, []
-            if self._waiting and isinstance(self._waiting[0], _Command):
-                return [self._waiting.popleft()], []  # type: ignore[list-item]
-            return [], self._take()
-
-    def _rings(self, timeout: float | None) -> bool:
-        """Wait until there may be something to do; False when the time is over."""
-        try:
-            self._bell.get(timeout=timeout)
-        except Empty:
-            return False
-        return True
-
-    def _take(self) -> list[_Request]:
-        """The next requests, in their order, at most one of each tenant, and none that must wait for a command."""
-        batch, samples, seen, later = list[_Request](), 0, set[str](), deque[_Request | _Command]()
-        while self._waiting and len(batch) < self._resident:
-            one = self._waiting.popleft()
-            if isinstance(one, _Command) or one.name in seen:
-                later.append(one)
-            elif batch and samples + len(one.x) > self._max_batch:
-                later.append(one)
-                break
-            elif not one.future.set_running_or_notify_cancel():
-                continue
-            else:
-                batch.append(one)
-                samples += len(one.x)
-            seen.add(one.name)
-        self._waiting.extendleft(reversed(later))
-        return batch
-
-    # ---- answers ----
-
-    def _answer(self, batch: list[_Request]) -> None:
+    def _answer(self, batch: list[Request]) -> None:
         names = {one.name for one in batch}
         self._catch_up([one.name for one in batch])
-        opened = [one for one in batch if self._tried(one, self._open, one.name, names)]
+        opened = [one for one in batch if self._tried(one, self._tenants.bring, one.name, names)]
         adapting = [one for one in opened if self._adapts(self._tenants.here[one.name])]
         others = [one for one in opened if one not in adapting]
         for one, answer in self._run(adapting, True) + self._run(others, False):
@@ -452,12 +319,12 @@ class Service:
             if self.mode.kind == "after":
                 self._later[one.name] = one
         if sum(len(one.x) for one in self._later.values()) >= self._max_batch:
-            self._catch_up(list(self._later))
+            self._catch_up()
         for name in names & self._tenants.here.keys():
             if not self._tenants.here[name].requests:  # its first request failed: it leaves nothing
                 self._tenants.forget(name)
 
-    def _tried(self, one: _Request, do: Callable[..., None], *arguments: Any) -> bool:
+    def _tried(self, one: Request, do: Callable[..., object], *arguments: Any) -> bool:
         """Whether it was done; if not, this request fails, and no other."""
         try:
             do(*arguments)
@@ -466,33 +333,25 @@ class Service:
             return False
         return True
 
-    def _open(self, name: str, keep: set[str]) -> None:
-        tenant = self._tenants.bring(name, keep)
-        if self._writes_first:
-            self._tenants.write(tenant)  # what `commit` goes back to
-
-    def _learn(self, one: _Request, answer: Answer, step: bool) -> None:
-        """Take note of an answer; on disk, if that comes first."""
-        tenant = self._tenants.here[one.name]
-        valid = [u for u, good in zip(answer.uncertainty, answer.valid, strict=True) if good]
-        self._tenants.learn(tenant, valid, step)
-        if self._writes_first:
-            self._tenants.commit(tenant)
+    def _learn(self, one: Request, answer: Answer | None, step: bool) -> None:
+        """Take note of a step, and of an answer."""
+        known = None if answer is None else itertools.compress(answer.uncertainty, answer.valid)
+        self._tenants.learn(self._tenants.here[one.name], known, step)
         self._counts.of(one.name)["steps"] += step
 
     def _adapts(self, tenant: Tenant) -> bool:
-        """Whether the answer is to be that of an adapting step."""
+        """Whether the answer is that of an adapting step."""
         if self.mode.kind == "every":
             return (tenant.requests + 1) % self.mode.n == 0
         return self.mode.kind == "inline" or (self.mode.kind == "shift" and tenant.signal.shifted)
 
-    def _catch_up(self, names: list[str]) -> None:
-        """Adapt tenants to what they were answered."""
-        for one, _ in self._run([self._later.pop(name) for name in names if name in self._later], True):
-            self._tenants.learn(self._tenants.here[one.name], None, True)
-            self._counts.of(one.name)["steps"] += 1
+    def _catch_up(self, names: Iterable[str] | None = None) -> None:
+        """Adapt tenants, or all, to the requests that were answered first."""
+        owed = list(self._later) if names is None else [name for name in names if name in self._later]
+        for one, _ in self._run([self._later.pop(name) for name in owed], True):
+            self._learn(one, None, True)
 
-    def _run(self, requests: list[_Request], step: bool) -> list[tuple[_Request, Answer]]:
+    def _run(self, requests: list[Request], step: bool) -> list[tuple[Request, Answer]]:
         """Run some requests together; if that fails, one by one, so that each has its own error only."""
         if not requests:
             return []
@@ -504,7 +363,7 @@ class Service:
             self._fail(requests[0], self._blamed(requests[0], step, error))
             return []
 
-    def _blamed(self, one: _Request, step: bool, error: Exception) -> Exception:
+    def _blamed(self, one: Request, step: bool, error: Exception) -> Exception:
         """The error of a request; where the source model can do what a restored tenant cannot, its state is to blame."""
         if isinstance(error, InputError) or not self._tenants.here[one.name].restored:
             return error
@@ -514,7 +373,7 @@ class Service:
             return error
         return unfit(one.name, error)
 
-    def _together(self, requests: list[_Request], step: bool) -> list[Answer]:
+    def _together(self, requests: list[Request], step: bool) -> list[Answer]:
         names = [one.name for one in requests for _ in range(len(one.x))]
         x = self._input([one.x for one in requests])
         logits, _, _, valid, below = self._fleet.step(x, names) if step else self._fleet.answer(x, names)
@@ -523,11 +382,11 @@ class Service:
         confidence = self._fleet.confidence(logits, names, valid)
         abstain = ~good if below is None else ~good | below
         logits = logits.float().cpu()
-        found = (logits.argmax(dim=1), u, confidence, abstain, good)
-        labels, us, confidences, abstains, goods = (value.tolist() for value in found)
-        adapted, answers, begin = step or self.mode.kind == "after", list[Answer](), 0
+        found = (value.tolist() for value in (logits.argmax(dim=1), u, confidence, abstain, good))
+        labels, us, confidences, abstains, goods = found
+        adapted, answers, end = step or self.mode.kind == "after", list[Answer](), 0
         for one in requests:
-            at = slice(begin, begin := begin + len(one.x))
+            at = slice(end, end := end + len(one.x))
             mine = Answer(labels[at], us[at], confidences[at], abstains[at], goods[at], logits[at].clone(), adapted)
             answers.append(mine)
         return answers
@@ -536,22 +395,17 @@ class Service:
         x = torch.cat(tuple(parts)).to(self._device)
         return x if self._preprocess is None else self._preprocess(x)
 
-    def _fail(self, one: _Request, error: Exception) -> None:
+    def _fail(self, one: Request, error: Exception) -> None:
         self._failed += 1
         if one.future.done():  # the step after an answer
             log.error("tenant %s did not adapt: %s", one.name, error)
-        elif isinstance(error, RequestError):
-            one.future.set_exception(error)
-        elif isinstance(error, InputError):
-            one.future.set_exception(RequestError(str(error)))
         else:
-            log.error("a request of tenant %s failed", one.name, exc_info=error)
-            one.future.set_exception(RequestError("the server could not run this request; its log says why", 500))
+            one.future.set_exception(refusal(error, f"a request of tenant {one.name}"))
 
     # ---- commands ----
 
     def _reset(self, name: str) -> None:
-        self._catch_up([name])  # if it is not reset after all, it has adapted as it was answered
+        self._catch_up([name])  # if the reset fails, it has adapted as it was answered
         self._tenants.reset(name)
 
     def _delete(self, name: str) -> None:
@@ -572,40 +426,30 @@ class Service:
             return {"resident": False}
         about = {"resident": True, "requests": tenant.requests, "unwritten_steps": tenant.unwritten}
         if self.mode.kind == "shift":
-            about |= {"shifted": tenant.signal.shifted}
+            about["shifted"] = tenant.signal.shifted
         return about | {"uncertainty": tenant.signal.recent} | self._fleet.health(name)
 
     def _metrics(self) -> Metrics:
-        part, here, counts = {"part": str(self._part)}, self._tenants.here, self._tenants.counts
-        unwritten = sum(tenant.unwritten for tenant in here.values()) + len(self._later)
+        part, here = {"part": str(self._part)}, self._tenants.here
+        numbers = {
+            "tenants": len(self._tenants),
+            "resident_tenants": len(here),
+            "queued_samples": self._queue.samples(),
+            "unwritten_steps": sum(tenant.unwritten for tenant in here.values()) + len(self._later),
+            "refused": self._queue.refused,
+            "failed": self._failed,
+        }
         found = [
-            Metric(kind, f"come_serve_{name}", text, part, float(value))
-            for kind, name, text, value in (
-                ("gauge", "tenants", "Tenants, on disk included", len(self._tenants)),
-                ("gauge", "resident_tenants", "Tenants in memory", len(here)),
-                ("gauge", "queued_samples", "Samples that wait", self._queued()),
-                (
-                    "gauge",
-                    "unwritten_steps",
-                    "Steps that a kill would lose now",
-                    unwritten,
-                ),
-                ("counter", "refused", "Requests refused because the queue was full", self._refused),
-                ("counter", "failed", "Requests, and steps after an answer, that failed", self._failed),
-                ("counter", "evicted", "Tenants moved from memory to disk", counts["evicted"]),
-                ("counter", "restored", "Tenants read from disk", counts["restored"]),
-                ("counter", "written", "States written", counts["written"]),
-                ("counter", "write_errors", "States that could not be written", counts["write_errors"]),
-            )
+            Metric(kind, f"come_serve_{name}", text, part, float(numbers.get(name, self._tenants.counts[name])))
+            for name, (kind, text) in SERVICE.items()
         ]
         for name, counter in self._counts.by_tenant.items():
-            values = {("counter", key): counter[key] for key in ("requests", "samples", "abstained", "steps")}
+            values = {key: counter[key] for key in COUNTERS}
             if (tenant := here.get(name)) is not None:
                 health = self._fleet.health(name) | {"unwritten_steps": tenant.unwritten}
                 health |= {"uncertainty": tenant.signal.recent, "shifted": tenant.signal.shifted}
-                gauges = ("uncertainty", "shifted", "unwritten_steps", "agreement", "lr_scale", "collapse")
-                values |= {("gauge", key): health[key] for key in gauges if key in health}
-            for (kind, key), value in values.items():
-                text = f"Of a tenant: {key.replace('_', ' ')}"
+                values |= {key: health[key] for key in GAUGES if key in health}
+            for key, value in values.items():
+                kind, text = "counter" if key in COUNTERS else "gauge", f"Of a tenant: {key.replace('_', ' ')}"
                 found.append(Metric(kind, f"come_serve_tenant_{key}", text, part | {"tenant": name}, float(value)))
         return Metrics(found, list(self._counts.answered), self._counts.seconds)

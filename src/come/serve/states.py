@@ -1,8 +1,8 @@
 """The folder where tenants' states are kept: one file each, written atomically by the one server that owns it.
 
 A tenant belongs to part sha256(name) mod `parts`. A server owns one part and holds its lock while it lives, so two servers
-never write the same tenant. The system frees the lock of a killed process. Another number of parts can only be chosen
-while no server uses the folder.
+never write the same tenant. The system frees the lock of a killed process. The number of parts can only change while no
+server uses the folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ SUFFIX = ".safetensors"
 
 
 def key_of(name: str) -> str:
-    """The file of a tenant without its ending: the same length for every name, and no two alike where case is ignored."""
+    """The file of a tenant without its ending: of the same length for every name, and distinct where case is ignored."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
@@ -35,11 +36,7 @@ def part_of(name: str, parts: int) -> int:
         >>> part_of("north", 4) == part_of("north", 4) < 4
         True
     """
-    return _part(key_of(name), parts)
-
-
-def _part(key: str, parts: int) -> int:
-    return int(key[:16], 16) % parts
+    return int(key_of(name)[:16], 16) % parts
 
 
 class States:
@@ -72,54 +69,49 @@ class States:
             raise ConfigError(f"cannot lock the state folder {folder}: {error.strerror}; choose another") from error
         try:
             with FileLock(folder / ".start.lock"):
-                self._agree()
+                self._agree_on_parts()
         except BaseException:
             self._lock.release()
             raise
         for left in folder.glob(f".*{SUFFIX}.*.tmp"):  # of a killed server: the part is ours alone now
-            if self._mine(left.name[1:65]):
+            if self._is_mine(left.name[1:65]):
                 left.unlink(missing_ok=True)
 
     def _lock_of(self, part: int) -> FileLock:
         return FileLock(self.folder / f".part-{part}.lock", thread_local=False)
 
-    def _agree(self) -> None:
-        """See that all servers of the folder count the same parts; only a server that is alone may change their number."""
-        index = self.folder / INDEX
-        before = self._parts_before(index)
+    def _agree_on_parts(self) -> None:
+        """All servers of a folder must have the same number of parts; only a server that is alone may change it."""
+        index, before = self.folder / INDEX, 0
+        if index.exists():
+            try:
+                found = json.loads(index.read_text())
+                before = int(found["parts"])
+                if found["format"] != FORMAT or not 1 <= before <= 100_000:
+                    raise ValueError
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):
+                raise ConfigError(f"{index} is damaged; delete it when no server uses the folder") from None
         if before == self.parts:
             return
         with contextlib.ExitStack() as held:
-            for other in range(before):
-                try:
-                    if other != self.part:
-                        held.enter_context(self._lock_of(other).acquire(timeout=0))
-                except Timeout:
-                    raise ConfigError(
-                        f"the state folder {self.folder} is in use by {before} servers; end them before another number of "
-                        f"servers ({self.parts}) takes it over"
-                    ) from None
+            try:
+                for other in {*range(before)} - {self.part}:
+                    held.enter_context(self._lock_of(other).acquire(timeout=0))
+            except Timeout:
+                raise ConfigError(
+                    f"the state folder {self.folder} is in use by {before} servers; end them before another number of "
+                    f"servers ({self.parts}) takes it over"
+                ) from None
             with replacing(index) as beside:
                 beside.write_text(json.dumps({"format": FORMAT, "parts": self.parts}))
 
-    def _parts_before(self, index: Path) -> int:
-        if not index.exists():
-            return 0
-        try:
-            found = json.loads(index.read_text())
-            if found["format"] == FORMAT and 1 <= int(found["parts"]) <= 100_000:
-                return int(found["parts"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        raise ConfigError(f"{index} is damaged; delete it when no server uses the folder")
-
-    def _mine(self, key: str) -> bool:
-        return len(key) == 64 and not set(key) - set("0123456789abcdef") and _part(key, self.parts) == self.part
+    def _is_mine(self, key: str) -> bool:
+        return re.fullmatch("[0-9a-f]{64}", key) is not None and int(key[:16], 16) % self.parts == self.part
 
     def keys(self) -> set[str]:
         """Keys of this part's tenants that have a file."""
-        files = (path.name for path in self.folder.glob(f"*{SUFFIX}"))
-        return {name[: -len(SUFFIX)] for name in files if self._mine(name[: -len(SUFFIX)])}
+        found = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
+        return set(filter(self._is_mine, found))
 
     def path(self, name: str) -> Path:
         """The file of a tenant."""
@@ -130,14 +122,12 @@ class States:
         saving.put(self.path(name), data)
 
     def note(self, name: str) -> dict[str, Any]:
-        """What was written beside a tenant's state; a file of another tenant is refused."""
-        try:
+        """What was written beside a tenant's state; the file of another tenant is refused."""
+        with contextlib.suppress(json.JSONDecodeError):
             found = json.loads(saving.note_of(self.path(name)))
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or found.get("tenant") != name:
-            raise StateError(f"{self.path(name)} is not the state of tenant {name!r}; delete it, or use an older copy")
-        return found
+            if isinstance(found, dict) and found.get("tenant") == name:
+                return found
+        raise StateError(f"{self.path(name)} is not the state of tenant {name!r}; delete it, or use an older copy")
 
     def remove(self, name: str) -> None:
         """Delete the state of a tenant."""

@@ -1,31 +1,28 @@
-"""Tenants: opened at their first request, evicted to disk, restored, written back, reset and deleted.
+"""Tenants: opened at their first request, evicted to disk, restored, written, reset and deleted.
 
-All but `_write_files` runs in the thread of the service. A state is packed there, which takes a millisecond, and
-written by a second thread, so that no answer waits for a disk.
+The thread of the service does all of this except writing files in the background: it packs a state, which takes a millisecond,
+and a second thread writes it, so that no answer waits for a disk.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import queue
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from come.errors import ConfigError, StateError, require_int
+from come.errors import require_int
 from come.fleet import Fleet
-from come.serve.errors import RequestError
+from come.serve.errors import RequestError, log
 from come.serve.modes import Mode, Signal
 from come.serve.states import States, key_of
-
-log = logging.getLogger("come.serve")
 
 RETRY = 1.0
 """Seconds, at least, until a write that failed is tried again."""
@@ -33,7 +30,7 @@ RETRY = 1.0
 
 @dataclass
 class Tenant:
-    """What is known of a tenant in memory, beside its stream of the fleet."""
+    """A tenant in memory, except for its stream of the fleet."""
 
     name: str
     signal: Signal
@@ -46,11 +43,11 @@ class Tenant:
     unwritten: int = 0
     """Steps that are not on disk."""
     due: float = math.inf
-    """When it is to be on disk, by `time.monotonic`."""
+    """When it must be on disk, by `time.monotonic`."""
 
     @classmethod
     def noted(cls, name: str, note: dict[str, Any]) -> Tenant:
-        """As `note` has written it down."""
+        """The tenant that `note` describes."""
         require_int("requests", note["requests"], 0)
         return cls(name, Signal(**note["signal"]), note["requests"], restored=True)
 
@@ -70,13 +67,12 @@ def unfit(name: str, error: Exception) -> RequestError:
 class Tenants:
     """All tenants of a service.
 
+    `Fleet(resident=, folder=)` does not evict them: it goes through all of its streams in each step, and most tenants are known
+    here by the names of their files only. So those in memory are streams of the fleet, and evicted ones are closed.
+
     Args:
-        fleet: the model and the streams.
-        mode: when they adapt.
-        states: where they are kept; None: in memory only.
-        most: so many tenants, on disk included.
-        resident: so many of them in memory.
-        write_every: seconds until a change is on disk.
+        fleet, mode, states, resident, write_every: as in `Service`.
+        most: the largest number of tenants, on disk included.
         settle: makes all steps that tenants in memory still owe; called before one is evicted.
     """
 
@@ -97,91 +93,78 @@ class Tenants:
         self.here: OrderedDict[str, Tenant] = OrderedDict()
         """Those in memory, least recently used first."""
         self.counts = Counter[str]()
-        self._files: queue.SimpleQueue[tuple[Tenant, bytes, int] | None] = queue.SimpleQueue()
-        self._news = threading.Condition()
-        """Guards what both threads change: `Tenant`'s last three fields, the counts, and these:"""
-        self._writing = set[str]()
-        """Tenants whose state the writer has not yet written."""
-        self._writer = threading.Thread(target=self._write_files, name="come-serve-writer", daemon=True)
-        self._writer.start()
+        self._lock = threading.Lock()
+        """Guards what both threads change: the counts, and `dirty`, `unwritten` and `due` of tenants."""
+        self._writer = ThreadPoolExecutor(1, "come-serve-writer")
+        self._writer.submit(bool)  # starts its thread: an error now, not when the first state is due
+        self._writing: dict[str, Future[bool]] = {}
 
     def __len__(self) -> int:
-        """How many there are, on disk included."""
         return len(self._keys)
-
-    @property
-    def alive(self) -> bool:
-        """Whether states are written."""
-        return self._writer.is_alive()
 
     # ---- in memory, on disk ----
 
     def bring(self, name: str, keep: Iterable[str] = ()) -> Tenant:
         """A tenant in memory: as it is there, as it was written, or new. Those in `keep` are not evicted for it."""
-        if name in self.here:
-            self.here.move_to_end(name)
-            return self.here[name]
-        if key_of(name) not in self._keys and len(self._keys) >= self._most:
-            raise RequestError("the server has as many tenants as it takes", 429)
-        while len(self.here) >= self._resident:
-            self._evict(next(one for one in self.here.values() if one.name not in keep))
-        self.here[name] = self._restored(name) or self._opened(name)
-        self._keys.add(key_of(name))
+        if name not in self.here:
+            if key_of(name) not in self._keys and len(self._keys) >= self._most:
+                raise RequestError("the server has as many tenants as it takes", 429)
+            while len(self.here) >= self._resident:
+                self._settle()
+                oldest = next(tenant for tenant in self.here.values() if tenant.name not in keep)
+                self.write(oldest)
+                self.counts["evicted"] += 1
+                self.forget(oldest.name)
+            self.here[name] = self._begun(name)
+            self._keys.add(key_of(name))
+        self.here.move_to_end(name)
+        if self._write_every == 0:
+            self.write(self.here[name])  # what a failed commit goes back to
         return self.here[name]
 
-    def _opened(self, name: str) -> Tenant:
+    def _begun(self, name: str) -> Tenant:
+        """A tenant as it was written, or new."""
+        saved = self._has_file(name)
         try:
-            self._fleet.open(name)
-        except ConfigError as error:
-            raise self._no_room(error) from error
-        return Tenant(name, Signal.given(self._mode.reference))
-
-    def _no_room(self, error: Exception) -> RequestError:
-        log.error("no room for another tenant: %s", error)
-        return RequestError("the server has no memory for another tenant; try again later", 503)
-
-    def _restored(self, name: str) -> Tenant | None:
-        """As it was written; None if there is no file."""
-        if self._states is None or not self._states.path(name).exists():
-            return None
-        try:
+            if not saved:
+                self._fleet.open(name)
+                return Tenant(name, Signal.given(self._mode.reference))
+            assert self._states is not None
             tenant = Tenant.noted(name, self._states.note(name))
             self._fleet.load(self._states.path(name), name)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise self._no_room(error) from error
-        except Exception as error:  # whatever is wrong with the file, it is this tenant's alone
-            raise unfit(name, error) from error
-        self.counts["restored"] += 1
-        return tenant
+            self.counts["restored"] += 1
+            return tenant
+        except Exception as error:
+            if saved and not isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise unfit(name, error) from error  # whatever is wrong with the file, it is this tenant's alone
+            log.error("no room for another tenant: %s", error)
+            raise RequestError("the server has no memory for another tenant; try again later", 503) from error
 
-    def _evict(self, tenant: Tenant) -> None:
-        self._settle()
-        self.write(tenant)
-        self.counts["evicted"] += 1
-        self.forget(tenant.name)
+    def _has_file(self, name: str) -> bool:
+        return self._states is not None and self._states.path(name).exists()
 
     def forget(self, name: str) -> None:
-        """Out of memory; without a file, for good."""
+        """Remove a tenant from memory; without a file it is gone."""
         self._fleet.close(name)
         del self.here[name]
-        if self._states is None or not self._states.path(name).exists():
+        if not self._has_file(name):
             self._keys.discard(key_of(name))
 
     def check_known(self, name: str) -> None:
-        """Refuse a tenant that there is not."""
+        """Raise unless there is such a tenant."""
         if key_of(name) not in self._keys:
             raise RequestError("there is no such tenant", 404)
 
     def reset(self, name: str) -> None:
-        """Back to the source model, on disk too."""
+        """Put a tenant back to the source model, on disk too."""
         self.check_known(name)
         tenant = self.bring(name)
         self._changed(tenant)
-        self.write(tenant)  # what `commit` goes back to
+        self.write(tenant)  # what a failed commit goes back to
         self._fleet.reset(name)
         tenant.signal = Signal.given(self._mode.reference)
         self._changed(tenant)
-        self.commit(tenant)
+        self._commit(tenant)
 
     def delete(self, name: str) -> None:
         """Forget a tenant, on disk too."""
@@ -200,34 +183,33 @@ class Tenants:
     # ---- writing ----
 
     def _changed(self, tenant: Tenant, steps: int = 0) -> None:
-        with self._news:
+        with self._lock:
             tenant.dirty = True
             tenant.unwritten += steps
             tenant.due = min(tenant.due, time.monotonic() + self._write_every)
 
     def learn(self, tenant: Tenant, uncertainties: Iterable[float] | None, stepped: bool) -> None:
-        """Take note of a request (unless its uncertainties are None) and of a step."""
+        """Take note of a step, and of a request unless its uncertainties are None; on disk, if that comes first."""
         if uncertainties is not None:
             tenant.requests += 1
             tenant.signal.update(uncertainties)
         if stepped or self._mode.kind == "shift":
             self._changed(tenant, int(stepped))
-        elif self._mode.kind == "every":  # how many requests there were is written when it is evicted
-            with self._news:
+        elif self._mode.kind == "every":  # the number of requests is written when the tenant is evicted
+            with self._lock:
                 tenant.dirty = True
+        if self._write_every == 0 and uncertainties is not None:
+            self._commit(tenant)
 
     def write(self, tenant: Tenant) -> None:
         """Write a state now, if anything is not on disk."""
         self._wait_for(tenant.name)
         if self._states is None or not tenant.dirty:
             return
-        try:
-            self._put(tenant, *self._packed(tenant))
-        except StateError as error:
-            log.error("the state of tenant %s could not be written: %s", tenant.name, error)
-            raise RequestError("the server cannot write states now; try again later", 503) from error
+        if not self._put(tenant, *self._packed(tenant)):
+            raise RequestError("the server cannot write states now; try again later", 503)
 
-    def commit(self, tenant: Tenant) -> None:
+    def _commit(self, tenant: Tenant) -> None:
         """Write a state now; if that fails, the tenant is again what its file says, or new if it has none."""
         try:
             self.write(tenant)
@@ -236,21 +218,16 @@ class Tenants:
             raise
 
     def until_due(self) -> float | None:
-        """Seconds until a state is to be written; None: not before something changes."""
-        first = min((one.due for one in self.here.values()), default=math.inf)
-        if self._states is None or first == math.inf:
-            return None
-        return max(0.001, first - time.monotonic())
+        """Seconds until a state must be written; None: not before something changes."""
+        first = min((tenant.due for tenant in self.here.values()), default=math.inf)
+        return None if self._states is None or first == math.inf else max(0.001, first - time.monotonic())
 
     def write_due(self) -> None:
-        """Hand over what is due to the writer; a tenant that it still writes waits, so each has one packed state at most."""
+        """Let the writer write what is due; a tenant that it still writes waits, so each has one packed state at most."""
         now = time.monotonic()
         for tenant in self.here.values() if self._states is not None else ():
-            if tenant.due <= now and tenant.name not in self._writing:
-                data, steps = self._packed(tenant)
-                with self._news:
-                    self._writing.add(tenant.name)
-                self._files.put((tenant, data, steps))
+            if tenant.due <= now and (tenant.name not in self._writing or self._writing[tenant.name].done()):
+                self._writing[tenant.name] = self._writer.submit(self._put, tenant, *self._packed(tenant))
 
     def close(self) -> None:
         """Write everything, and let another server have the folder."""
@@ -259,42 +236,34 @@ class Tenants:
                 self.write(tenant)
             except Exception:
                 log.exception("the state of tenant %s was not written, %d steps lost", tenant.name, tenant.unwritten)
-        self._files.put(None)
-        self._writer.join()
+        self._writer.shutdown()
         if self._states is not None:
             self._states.close()
 
     def _packed(self, tenant: Tenant) -> tuple[bytes, int]:
         """The file of a tenant, and how many steps it saves."""
         data = self._fleet.packed(tenant.name, tenant.note())
-        with self._news:
+        with self._lock:
             tenant.dirty, tenant.due = False, math.inf
             return data, tenant.unwritten
 
-    def _put(self, tenant: Tenant, data: bytes, steps: int) -> None:
+    def _put(self, tenant: Tenant, data: bytes, steps: int) -> bool:
+        """Write a packed state; returns whether it is on disk."""
         assert self._states is not None
         try:
             self._states.write(tenant.name, data)
-        except Exception:
-            with self._news:
+        except Exception as error:
+            log.error("the state of tenant %s could not be written: %s", tenant.name, error)
+            with self._lock:
                 tenant.dirty, tenant.due = True, time.monotonic() + max(self._write_every, RETRY)
                 self.counts["write_errors"] += 1
-            raise
-        with self._news:
+            return False
+        with self._lock:
             tenant.unwritten -= steps
             self.counts["written"] += 1
-
-    def _write_files(self) -> None:
-        while (one := self._files.get()) is not None:
-            try:
-                self._put(*one)
-            except Exception as error:
-                log.error("the state of tenant %s could not be written: %s", one[0].name, error)
-            with self._news:
-                self._writing.discard(one[0].name)
-                self._news.notify_all()
+        return True
 
     def _wait_for(self, name: str) -> None:
-        """Until the writer is done with a tenant."""
-        with self._news:
-            self._news.wait_for(lambda: name not in self._writing)
+        """Wait until the writer is done with a tenant."""
+        if (writing := self._writing.pop(name, None)) is not None:
+            wait([writing])

@@ -1,8 +1,8 @@
-"""Streams of a fleet on disk: one file for each, in a folder of the fleet's own, deleted when nobody needs it any more.
+"""States of streams in temporary files: one file each, in a folder of the fleet's own.
 
-A file is written once and belongs to the object that wrote it: it goes when that object does. So whoever still holds the
-object, a copy of the fleet or a step that is rolled back, can read it. A process deletes nothing that another one wrote, and
-nothing that a process forked from it may still read; these files go with the folder. A killed process leaves its folder behind.
+A file is written once and belongs to the object that wrote it: it is deleted with that object. So whatever still holds the
+object, such as a copy of the fleet or a step that is rolled back, can read it. A process deletes no file of another process,
+and none that a process forked from it may still read; these go with the folder. A killed process leaves its folder behind.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Spilled(_Owned):
 
     Args:
         folder: where.
-        data: what `come.state.saving.packed` gave.
-        health: counters and gauges, which are asked for more often than a file should be read.
+        data: the state, packed by `come.state.saving.packed`.
+        health: counters and gauges, kept in memory because they are read more often than the file.
     """
 
     def __init__(self, folder: SpillFolder, data: bytes, health: dict[str, float]) -> None:
@@ -89,7 +89,7 @@ class Spilled(_Owned):
         return dict(self._health)
 
     def tensors(self, method: str) -> dict[str, Tensor]:
-        """What was written."""
+        """Read the state."""
         try:
             return saving.read(self._path, method)
         except StateError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +20,12 @@ from come.streams.spill import Spilled, SpillFolder
 
 @dataclass(frozen=True)
 class Stream:
-    """One of the streams, as it is now."""
+    """One of the streams at one moment."""
 
     method: Method
     """With its own learning rate and thresholds."""
     own: dict[str, float]
-    """What it has of its own, as `Fleet.open` was given it."""
+    """The hyperparameters of its own that `Fleet.open` was given."""
     state: StreamState | Spilled
 
     def settled(self) -> Stream:
@@ -61,33 +62,29 @@ class Residency:
 
     def fetched(self, streams: dict[str, Stream], names: list[str]) -> dict[str, Stream]:
         """With the state of these streams on the device, as the most recently used."""
-        streams = dict(streams)
+        streams, moved = dict(streams), False
         for name in names:
             stream = streams.pop(name)
-            streams[name] = replace(stream, state=self.state_of(stream))
-        return self.evicted(streams, keep=set(names))
+            state = self.state_of(stream)
+            if state is not stream.state:
+                stream, moved = replace(stream, state=state), True
+            streams[name] = stream
+        return self.evicted(streams, keep=names) if moved else streams  # looking at thousands of streams takes a while
 
-    def evicted(self, streams: dict[str, Stream], keep: set[str] | None = None) -> dict[str, Stream]:
+    def evicted(self, streams: dict[str, Stream], keep: Collection[str] = ()) -> dict[str, Stream]:
         """With no more than `resident` on the device; `streams` has the least recently used first."""
         if self.resident is None:
             return streams
-        here = [name for name, stream in streams.items() if self._is_here(stream)]
+        here = [name for name, stream in streams.items() if self._is_on(self._engine.device, stream)]
         for name in here[: max(0, len(here) - self.resident)]:
-            if keep is None or name not in keep:
+            if name not in keep:
                 streams[name] = self._put_away(streams[name])
         return streams
 
     def moved(self, streams: dict[str, Stream], was: torch.device) -> dict[str, Stream]:
         """With all resident states brought to where the user has moved the model; `was`: where it was before."""
-        engine = self._engine
-
-        def one(stream: Stream) -> Stream:
-            state = stream.state
-            if isinstance(state, Spilled) or not (self._folder is not None or state.weights.device == was):
-                return stream
-            return replace(stream, state=engine.brought(state))
-
-        return {name: one(stream) for name, stream in streams.items()}
+        here = {name: stream for name, stream in streams.items() if self._is_on(was, stream)}
+        return streams | {name: replace(stream, state=self.state_of(stream)) for name, stream in here.items()}
 
     def check_room(self, count: int, streams: dict[str, Stream]) -> None:
         """Raise if the states of so many streams do not fit into memory."""
@@ -95,9 +92,9 @@ class Residency:
         first, device = self._engine.first(), self._engine.device
         copies = 1 + sum(value.shape == first.weights.shape for value in first.moments.values())
         each = first.weights.nbytes * (copies + (2 if self._engine.guard is not None else 0))
-        taken = sum(map(self._is_here, streams.values()))
+        more = count - sum(self._is_on(device, stream) for stream in streams.values())
         free = _free(device)
-        if free is not None and (count - taken) * each > free:
+        if free is not None and more * each > free:
             raise ConfigError(
                 f"{count} streams of {each / 2**20:.3g} MB each do not fit into the {free / 2**30:.3g} GB that are free on "
                 f"{device}; keep fewer on the device with resident="
@@ -117,16 +114,14 @@ class Residency:
             return replace(stream, state=Spilled(self._folder, data, state.health()))
         return replace(stream, state=state.to(torch.device("cpu"), engine.method.on_host))
 
-    def _is_here(self, stream: Stream) -> bool:
-        """Whether its state is on the device; without a folder, others are in host memory."""
+    def _is_on(self, device: torch.device, stream: Stream) -> bool:
+        """Whether its state is on the model's device; with a folder, all that is in memory is."""
         state = stream.state
-        if isinstance(state, Spilled):
-            return False
-        return self._folder is not None or state.weights.device == self._engine.device
+        return isinstance(state, StreamState) and (self._folder is not None or state.weights.device == device)
 
 
 def _free(device: torch.device) -> int | None:
-    """Bytes that are free there; None if unknown."""
+    """Free bytes there; None if unknown."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
