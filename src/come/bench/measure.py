@@ -11,9 +11,9 @@ from torch import Tensor
 from come import objectives
 from come.adapter import Adapter
 from come.bench.cell import Cell
-from come.bench.data import Account, Batch, Source, batches
+from come.bench.data import Account, Batch, Source, Stream, batches
 from come.bench.data.store import Resident
-from come.bench.machine import ALONE, Jobs, Meter
+from come.bench.machine import Meter
 from come.bench.models import Model
 from come.bench.record import COLUMNS, Record, Result, Rows
 from come.bench.settings import Episode
@@ -37,49 +37,8 @@ class UnfitError(ComeError):
     """A method that cannot be run on this model or these batches; the rest of a grid can be run all the same."""
 
 
-def run_cell(
-    cell: Cell,
-    adapter: Adapter,
-    model: Model,
-    source: Source,
-    episodes: Sequence[Episode],
-    *,
-    device: torch.device,
-    workers: int = 0,
-    outliers: Source | None = None,
-    events: Sequence[Event] = (),
-    jobs: Jobs = ALONE,
-    on_batch: Callable[[int], None] = lambda samples: None,
-) -> tuple[Record, Rows]:
-    """Run a cell with an adapter that has not seen a batch.
-
-    Args:
-        episodes: the streams, in order.
-        outliers: the outlier source, if the streams have outliers.
-        events: where the adapter's guard reports to, see `Guard.on_event`.
-        jobs: the processes that work on the run.
-        on_batch: called with the number of samples done since the last call.
-
-    Returns:
-        the record and its rows.
-    """
-    meter = Meter(device, jobs)
-    course = Course(cell, model, source, episodes, device, workers, outliers)
-    for batch, fresh in course:
-        if fresh:
-            adapter.reset()
-        try:
-            step = adapter.step(batch.images)
-        except InputError as error:
-            raise UnfitError(str(error)) from error
-        course.add(step, batch)
-        on_batch(len(batch.labels))
-    lr = adapter.learning_rate(cell.batch_size) if adapter.method.descends else None
-    return course.record(meter, adapter.health(), events, lr)
-
-
-class Course:
-    """A cell that is being run: its batches in order, the rows so far, and at the end its record.
+class CellRun:
+    """A cell that is being run: its streams, its batches in order, the rows so far, and at the end its record.
 
     Args:
         cell: which one.
@@ -105,6 +64,16 @@ class Course:
         self._episodes, self._device, self._workers = episodes, device, workers
         self._account, self._table, self._number = Account(), Table(objectives.get(cell.objective)), 0
 
+    @property
+    def streams(self) -> list[Stream]:
+        """In order."""
+        return [episode.stream for episode in self._episodes]
+
+    @property
+    def samples(self) -> int:
+        """Of all streams."""
+        return sum(map(len, self.streams))
+
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """The batches, and whether the method is to be reset before each."""
         for number, episode in enumerate(self._episodes):
@@ -122,6 +91,29 @@ class Course:
                 yield batch, fresh
                 fresh = False
 
+    def run(
+        self, adapter: Adapter, meter: Meter, events: Sequence[Event], on_batch: Callable[[int], None]
+    ) -> tuple[Record, Rows]:
+        """The record and its rows, by an adapter that has not seen a batch.
+
+        Args:
+            adapter: of the cell's method.
+            meter: made when the cell began.
+            events: where the adapter's guard reports to, see `Guard.on_event`.
+            on_batch: called with the number of samples done since the last call.
+        """
+        for batch, fresh in self:
+            if fresh:
+                adapter.reset()
+            try:
+                step = adapter.step(batch.images)
+            except InputError as error:
+                raise UnfitError(str(error)) from error
+            self.add(step, batch)
+            on_batch(len(batch.labels))
+        lr = adapter.learning_rate(self.cell.batch_size) if adapter.method.descends else None
+        return self.record(meter, adapter.health(), events, lr)
+
     def add(self, step: Step, batch: Batch) -> None:
         """Note what a step said of the last batch."""
         self._table.add(step, batch, self._number)
@@ -136,14 +128,14 @@ class Course:
             health: of the guard.
             events: what it reported.
             lr: the learning rate, if there is one.
-            together: how many cells shared the meter; each is said to have taken its part of the time.
+            together: how many cells shared the meter; each is charged its share of the time.
         """
         rows, source, outliers = self._table.rows(), self._source, self._outliers
         if not rows:
             bad = self._account.bad
             raise InputError(f"not one image of {source.name} could be read; {bad} were skipped: fix the data")
         kept = sum(held.bytes for held in (source, outliers) if isinstance(held, Resident))  # not the method's
-        domains = tuple(episode.stream.domain for episode in self._episodes)
+        domains = tuple(stream.domain for stream in self.streams)
         fresh = tuple(episode.reset for episode in self._episodes)
         result = Result(
             domains=domains,
