@@ -32,13 +32,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from come import corruptions
-from come.bench.cell import Cell
+from come.bench.cell import Cell, Description
 from come.bench.data import Stream
 from come.bench.data.reading import FLAGS, read_regular, require_regular
 from come.bench.measure import domain_metrics
 from come.bench.paper import rank
 from come.bench.protocols import Outcome
-from come.bench.record import BYTES, Description, Failure, Record, Rows, check_rows, digest
+from come.bench.record import BYTES, Failure, Record, Rows, check_rows, digest
 from come.errors import ComeError, StateError, printable
 from come.state.files import replacing, settle
 from come.version import __version__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +11,19 @@ from torch import Tensor
 from come import objectives
 from come.adapter import Adapter
 from come.bench.cell import Cell
-from come.bench.data import Account, Batch, Source, Stream, batches
+from come.bench.data import Account, Batch, batches
 from come.bench.data.store import Resident
 from come.bench.machine import Meter
-from come.bench.models import Model
 from come.bench.record import COLUMNS, Record, Result, Rows
-from come.bench.settings import Episode
 from come.errors import ComeError, InputError
 from come.guard import Event
 from come.method import Step
 from come.metrics import SCORES, brier, fpr, nll, summary
 from come.model.inputs import UNKNOWN, answered
 from come.objectives import Objective, Opinion, Softmax
+
+if TYPE_CHECKING:
+    from come.bench.inputs import Inputs
 
 BLOCK = 2**21
 """Logits that rows are made from at once."""
@@ -42,32 +43,18 @@ class CellRun:
 
     Args:
         cell: which one.
-        model: whose preprocessing it is.
-        source: of the images.
-        episodes: the streams, in order.
+        inputs: its model and data.
         device: where the batches are wanted.
         workers: threads that decode images.
-        outliers: the outlier source, if the streams have outliers.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        model: Model,
-        source: Source,
-        episodes: Sequence[Episode],
-        device: torch.device,
-        workers: int,
-        outliers: Source | None,
-    ) -> None:
-        self.cell, self._model, self._source, self._outliers = cell, model, source, outliers
-        self._episodes, self._device, self._workers = episodes, device, workers
-        self._account, self._table, self._number = Account(), Table(objectives.get(cell.objective)), 0
-
-    @property
-    def streams(self) -> list[Stream]:
-        """In order."""
-        return [episode.stream for episode in self._episodes]
+    def __init__(self, cell: Cell, inputs: Inputs, device: torch.device, workers: int) -> None:
+        self.cell, self._inputs, self._device, self._workers = cell, inputs, device, workers
+        self._episodes, self._number = inputs.episodes(cell), 0
+        self.streams = [episode.stream for episode in self._episodes]
+        named = next((stream.outliers for stream in self.streams if stream.outliers), None)
+        self._outliers = None if named is None else inputs.outliers[named]
+        self._account, self._table = Account(), Table(objectives.get(cell.objective))
 
     @property
     def samples(self) -> int:
@@ -79,9 +66,9 @@ class CellRun:
         for number, episode in enumerate(self._episodes):
             self._number, fresh = number, episode.reset
             for batch in batches(
-                self._source,
+                self._inputs.source,
                 episode.stream,
-                self._model.preprocess,
+                self._inputs.model.preprocess,
                 batch_size=episode.batch_size or self.cell.batch_size,
                 device=self._device,
                 workers=self._workers,
@@ -94,14 +81,7 @@ class CellRun:
     def run(
         self, adapter: Adapter, meter: Meter, events: Sequence[Event], on_batch: Callable[[int], None]
     ) -> tuple[Record, Rows]:
-        """The record and its rows, by an adapter that has not seen a batch.
-
-        Args:
-            adapter: of the cell's method.
-            meter: made when the cell began.
-            events: where the adapter's guard reports to, see `Guard.on_event`.
-            on_batch: called with the number of samples done since the last call.
-        """
+        """The record and its rows, by an adapter that has not seen a batch; `on_batch` is told how many samples are done."""
         for batch, fresh in self:
             if fresh:
                 adapter.reset()
@@ -121,20 +101,20 @@ class CellRun:
     def record(
         self, meter: Meter, health: dict[str, float], events: Sequence[Event], lr: float | None, together: int = 1
     ) -> tuple[Record, Rows]:
-        """The record and its rows.
+        """The record and its rows, when all batches are done.
 
         Args:
-            meter: of the time and memory.
+            meter: made when the cell began.
             health: of the guard.
-            events: what it reported.
+            events: what it reported, see `Guard.on_event`.
             lr: the learning rate, if there is one.
             together: how many cells shared the meter; each is charged its share of the time.
         """
-        rows, source, outliers = self._table.rows(), self._source, self._outliers
+        rows, source = self._table.rows(), self._inputs.source
         if not rows:
             bad = self._account.bad
             raise InputError(f"not one image of {source.name} could be read; {bad} were skipped: fix the data")
-        kept = sum(held.bytes for held in (source, outliers) if isinstance(held, Resident))  # not the method's
+        kept = sum(held.bytes for held in (source, self._outliers) if isinstance(held, Resident))  # not the method's
         domains = tuple(stream.domain for stream in self.streams)
         fresh = tuple(episode.reset for episode in self._episodes)
         result = Result(

@@ -94,22 +94,10 @@ class CellRunner:
 
     def open(self, cell: Cell) -> CellRun:
         """A cell that is about to run, with its streams."""
-        inputs, episodes = self.inputs, self.inputs.episodes(cell)
-        named = next((e.stream.outliers for e in episodes if e.stream.outliers), None)
-        outliers = None if named is None else inputs.outliers[named]
-        return CellRun(cell, inputs.model, inputs.source, episodes, self.device, self.workers, outliers)
+        return CellRun(cell, self.inputs, self.device, self.workers)
 
     def measure(self, cell: Cell, start: Callable[[CellRun], None], advance: Callable[[int], None]) -> Finished:
-        """Run a cell, here and now, and write nothing.
-
-        Args:
-            cell: which one.
-            start: told when it begins.
-            advance: told how many more samples are done.
-
-        Raises:
-            UnfitError: the method cannot be run on this model or these batches.
-        """
+        """Run a cell and write nothing; `start` is told when it begins, `advance` how many more samples are done."""
         run = self.open(cell)
         start(run)
         adapter, events = self._adapter_for(cell)
@@ -143,13 +131,7 @@ class CellRunner:
             self._kept = None
 
     def fleet_for(self, key: object, cell: Cell, shared: dict[str, Any]) -> tuple[Fleet, list[Event]]:
-        """A fleet without streams, and what its guards report: the last one, if it is of that key.
-
-        Args:
-            key: the same for cells that can be streams of one fleet.
-            cell: one of them.
-            shared: the hyperparameters that all of them have in common.
-        """
+        """A fleet without streams for cells with that key and these hyperparameters, and what its guards report."""
 
         def make(guard: bool | Guard) -> Fleet:
             arguments = self._arguments(cell, self._source_batches) | shared

@@ -45,15 +45,7 @@ def run(runner: CellRunner, schedule: Schedule, cells: Sequence[Cell], count: in
 
 
 class Helpers(RemoteProgress):
-    """Processes beside this one; each goes through all cells and runs those that nobody has run or is running.
-
-    Args:
-        runner: they get a copy.
-        schedule: where what they do is noted.
-        cells: what they run.
-        count: how many.
-        threads: that each may use.
-    """
+    """Processes beside this one, with a copy of the runner; each runs the cells that nobody has run or is running."""
 
     def __init__(self, runner: CellRunner, schedule: Schedule, cells: Sequence[Cell], count: int, threads: int) -> None:
         super().__init__(schedule, cells)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from come.bench.cell import Cell
 from come.bench.protocols import Outcome
 from come.bench.record import Failure, Record
-from come.errors import ComeError, warn
+from come.errors import warn
 
 if TYPE_CHECKING:
     from come.bench.engines.schedule import Schedule
@@ -19,7 +19,7 @@ OFTEN = 0.2
 """Seconds between two reports of progress from another process."""
 
 Message = tuple[Any, ...]
-"""From one process to another: the name of a method of `RemoteProgress`, and its arguments."""
+"""From one process to another: what happened, and to which cell."""
 
 
 class Progress:
@@ -57,11 +57,7 @@ class Progress:
 
 
 class Reporter(Progress):
-    """The progress of another process, sent to the first one as messages.
-
-    Args:
-        send: takes a message; an OSError means that the first process is gone, and ends this one.
-    """
+    """Sends the progress of this process to the first one; an OSError of `send` means that it is gone, and ends this one."""
 
     def __init__(self, send: Callable[[Message], object]) -> None:
         self._to, self._samples, self._last = send, 0, 0.0
@@ -109,56 +105,32 @@ class Reporter(Progress):
 
 
 class RemoteProgress:
-    """Takes the messages of `Reporter`s in other processes, and notes them in the schedule of this one.
-
-    Args:
-        schedule: of this process.
-        cells: those that the others may run.
-    """
+    """Notes in the schedule of this process what the `Reporter`s of others send of these cells."""
 
     def __init__(self, schedule: Schedule, cells: Sequence[Cell]) -> None:
         self._schedule, self._cells = schedule, {cell.key: cell for cell in cells}
         self._shown: dict[Any, Progress] = {}
 
     def receive(self, who: Any, message: Message) -> None:
-        """Act on a message.
+        """Act on what the process `who` sent."""
+        schedule, cells = self._schedule, self._cells
+        match message:
+            case "start", key, samples:
+                self._shown_for(who).start(cells[key], samples)
+            case "advance", samples:
+                self._shown_for(who).advance(samples)
+            case "finish", key:
+                schedule.settle(cells[key])
+            case "refuse", key, reason:
+                schedule.refuse(cells[key], reason)
+            case "fail", key, reason:
+                schedule.fail(Failure(cell=cells[key], reason=reason))
+            case "warning", text:
+                warnings.warn(text, stacklevel=2)
+            case "error", error:
+                raise error
 
-        Args:
-            who: which process it is from.
-            message: what it sent.
-        """
-        what, *rest = message
-        if what in ("start", "advance"):
-            if who not in self._shown:
-                self._shown[who] = self._schedule.progress.beside()
-            getattr(self, what)(self._shown[who], *rest)
-        else:
-            getattr(self, what)(*rest)
-
-    def start(self, shown: Progress, key: str, samples: int) -> None:
-        """A cell begins."""
-        shown.start(self._cells[key], samples)
-
-    def advance(self, shown: Progress, samples: int) -> None:
-        """Some samples of it are done."""
-        shown.advance(samples)
-
-    def finish(self, key: str) -> None:
-        """It is done, and written."""
-        self._schedule.settle(self._cells[key])
-
-    def refuse(self, key: str, reason: str) -> None:
-        """The method cannot be run."""
-        self._schedule.refuse(self._cells[key], reason)
-
-    def fail(self, key: str, reason: str) -> None:
-        """It failed."""
-        self._schedule.fail(Failure(cell=self._cells[key], reason=reason))
-
-    def warning(self, message: str) -> None:
-        """A warning is passed on."""
-        warnings.warn(message, stacklevel=2)
-
-    def error(self, error: ComeError) -> None:
-        """What stops the whole run is raised."""
-        raise error
+    def _shown_for(self, who: Any) -> Progress:
+        if who not in self._shown:
+            self._shown[who] = self._schedule.progress.beside()
+        return self._shown[who]

@@ -99,16 +99,7 @@ class _Slot:
 
 
 class Workers(RemoteProgress):
-    """Workers on a cluster, and who runs what.
-
-    Args:
-        runner: each gets a copy.
-        schedule: where what they do is noted.
-        cells: what they run.
-        cluster: where.
-        count: how many.
-        device: where each of them runs.
-    """
+    """Workers on a cluster, each with a copy of the runner, and which cell each of them runs."""
 
     def __init__(
         self,
