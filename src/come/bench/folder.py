@@ -146,12 +146,11 @@ class RunFolder:
         A cell whose file was damaged is left out, with a warning for all of them.
         """
         found, wrong = [], []
-        for path in sorted(self.cells.glob("*.safetensors")):
-            if not path.name.startswith("."):
-                try:
-                    found.append(_read(path)[0])
-                except StateError as error:
-                    wrong.append(printable(str(error)))  # it holds names of files and columns
+        for path in sorted(self.cells.glob("[!.]*.safetensors")):
+            try:
+                found.append(_read(path)[0])
+            except StateError as error:
+                wrong.append(printable(str(error)))  # it holds names of files and columns
         if wrong:
             more = f" ({len(wrong)} cells are left out; this is the first)" if len(wrong) > 1 else ""
             warnings.warn(f"left out: {wrong[0]}{more}", stacklevel=2)
@@ -213,15 +212,12 @@ class RunFolder:
 
     def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
         """Records with the metrics that follow from their rows under a score, of `come.metrics.SCORES`."""
-        found = []
-        for r in records:
-            if r.result.score == score:
-                found.append(r)
-                continue
-            metrics = domain_metrics(self.rows(r.key), r.result.domains, r.result.fresh, score)
-            result = r.result.model_copy(update={"score": score, "metrics": metrics})
-            found.append(r.model_copy(update={"result": result}))
-        return found
+        return [record if record.result.score == score else self._rescored(record, score) for record in records]
+
+    def _rescored(self, record: Record, score: str) -> Record:
+        result = record.result
+        metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
+        return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
 
     def write(self, record: Record, rows: Rows) -> None:
         """Store a finished cell, whole or not at all."""
@@ -266,25 +262,21 @@ class RunFolder:
         On a file system without locks everyone may: a cell that two processes run is written twice, with the same numbers.
         """
         path = self.locks / f"{cell.key}.lock"
-        lock = FileLock(path)
+        lock, mine = FileLock(path), True
         try:
             with warnings.catch_warnings():
                 # where flock is missing filelock raises, or warns and takes a lock that outlives a killed process
                 warnings.filterwarnings("error", "flock not supported", UserWarning)
                 lock.acquire(blocking=False)
         except Timeout:
-            yield False
-            return
+            mine = False
         except (NotImplementedError, UserWarning):
-            yield True
-            return
+            pass
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise _unwritable(f"the lock {path}", error) from error
-            yield True
-            return
         try:
-            yield True
+            yield mine
         finally:
             lock.release()
 
