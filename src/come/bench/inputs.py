@@ -29,16 +29,7 @@ IMAGENET = 1000
 
 
 class Inputs:
-    """The model and the data of a plan.
-
-    Args:
-        plan: what to run.
-        device: where the model goes.
-        on_bad_image: "raise" or "skip".
-        source: a source to use in place of opening `plan.data`.
-        model: a model to use in place of loading `plan.model`.
-        streams: manifests to replay in place of the setting's own streams.
-        protocol: whose weights and images they must be.
+    """The model and the data of a plan; the arguments are those of `Bench`.
 
     Raises:
         ComeError: the model, its checkpoint, the data or the outliers cannot be opened, or are not the protocol's.

@@ -11,7 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from multiprocessing import connection, get_context, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def run(runner: CellRunner, schedule: Schedule, cells: Sequence[Cell], count: in
     share = max(1, threads // count)
     schedule.has_helpers, runner.jobs = True, Jobs(count, os.getpid())
     try:
-        with Helpers(runner, schedule, cells, count - 1, share) as helpers:
+        with closing(Helpers(runner, schedule, cells, count - 1, share)) as helpers:
             schedule.listen = helpers.listen
             torch.set_num_threads(share)
             local.run(runner, schedule, order_for(cells, 0, count))
@@ -67,12 +67,6 @@ class Helpers(RemoteProgress):
                     f"this model or source cannot be sent to another process ({error}); leave jobs at 1"
                 ) from error
             raise
-
-    def __enter__(self) -> Helpers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def listen(self, seconds: float) -> None:
         """Receive what they sent, after at most so many seconds; raises what one of them could not recover from."""

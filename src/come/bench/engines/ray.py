@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ def run(
     runner: CellRunner, schedule: Schedule, cells: Sequence[Cell], cluster: Cluster, count: int, device: str
 ) -> None:
     """Run cells in `count` workers until all are settled."""
-    with Workers(runner, schedule, cells, cluster, count, device) as workers:
+    with closing(Workers(runner, schedule, cells, cluster, count, device)) as workers:
         workers.run()
 
 
@@ -128,12 +128,7 @@ class Workers(RemoteProgress):
         self._make = self._ray.remote(Worker).options(**options).remote
         self._slots = [_Slot(order_for(cells, number, count)) for number in range(count)]
 
-    def __enter__(self) -> Workers:
-        for slot in self._slots:
-            self._begin(slot)
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """End them; what they have finished is in the folder."""
         for slot in self._slots:
             slot.claim.close()
@@ -141,6 +136,8 @@ class Workers(RemoteProgress):
 
     def run(self) -> None:
         """Run all cells."""
+        for slot in self._slots:
+            self._begin(slot)
         until = time.monotonic() + PATIENCE
         while any(slot.task is not None for slot in self._slots) and time.monotonic() < until:
             self._listen()  # nothing runs before every worker has said that it can
