@@ -34,10 +34,6 @@ class Cluster:
     Example:
         >>> Cluster("head:6379", gpus=0.5).gpus
         0.5
-        >>> Cluster("head")
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: address must be HOST:PORT, ray://HOST:PORT or auto, got 'head'
     """
 
     address: str | None = None

@@ -134,7 +134,7 @@ class CellRun:
 
 
 class Table:
-    """The rows of a cell, made from many batches at a time: the same numbers in far fewer operations."""
+    """The rows of a cell, made from many batches at once: the same numbers in far fewer operations."""
 
     def __init__(self, objective: Objective) -> None:
         self._objective, self._parts = objective, list[Rows]()
@@ -160,7 +160,7 @@ class Table:
 
 
 class _Seen(NamedTuple):
-    """Of a batch."""
+    """What the rows of a batch are made from."""
 
     logits: Tensor
     valid: Tensor | None

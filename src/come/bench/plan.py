@@ -241,14 +241,7 @@ def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
 
 
 def parse_streams(text: str) -> int | None:
-    """`16` -> 16, `auto` -> None.
-
-    Example:
-        >>> parse_streams("0")
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: streams must be a number from 1 to 4096, or auto, got '0'
-    """
+    """`16` -> 16, `auto` -> None."""
     if text == "auto":
         return None
     count = int(text) if re.fullmatch(r"\d{1,4}", text, re.ASCII) else 0
@@ -257,16 +250,7 @@ def parse_streams(text: str) -> int | None:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """`2/8` -> (2, 8): the third of eight parts of a plan.
-
-    Example:
-        >>> parse_shard("2/8")
-        (2, 8)
-        >>> parse_shard("8/8")
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: shard must be I/N with 0 <= I < N, such as 0/8 to 7/8, got '8/8'
-    """
+    """`2/8` -> (2, 8): the third of eight parts of a plan."""
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     number, count = map(int, found.groups()) if found else (0, 0)
     require(number < count, "shard", text, "I/N with 0 <= I < N, such as 0/8 to 7/8")
@@ -291,12 +275,7 @@ def _expanded(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_hyper(text: str) -> tuple[str, str, Any]:
-    """`tent.lr=5e-4` -> ("tent", "lr", 0.0005).
-
-    Example:
-        >>> parse_hyper("sar.quirks=true")
-        ('sar', 'quirks', True)
-    """
+    """`tent.lr=5e-4` -> ("tent", "lr", 0.0005)."""
     target, equals, value = text.partition("=")
     method, dot, key = target.partition(".")
     if not (equals and dot and method and key and value):

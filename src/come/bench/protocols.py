@@ -267,22 +267,12 @@ _registry: Registry[Protocol] = Registry("protocol", entry_points="come.protocol
 
 
 def names() -> list[str]:
-    """Names of all protocols.
-
-    Example:
-        >>> names()[0]
-        'fashion'
-    """
+    """Names of all protocols."""
     return _filled().names()
 
 
 def get(name: str) -> Protocol:
-    """The protocol of that name.
-
-    Example:
-        >>> get("fashion").plan.model
-        'fashion-resnet-bn'
-    """
+    """The protocol of that name."""
     return _filled().get(name)
 
 

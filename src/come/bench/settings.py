@@ -68,22 +68,12 @@ _registry: Registry[Setting] = Registry("setting", entry_points="come.settings",
 
 
 def names() -> list[str]:
-    """Names of all settings, the paper's first.
-
-    Example:
-        >>> names()[:3]
-        ['standard', 'lifelong', 'open-world']
-    """
+    """Names of all settings, the paper's first: "standard", "lifelong", ..."""
     return _registry.names()
 
 
 def get(name: str) -> Setting:
-    """The setting of that name.
-
-    Example:
-        >>> get("lifelong").hyper
-        {'sar': {'recover_below': 0.0}}
-    """
+    """The setting of that name."""
     return _registry.get(name)
 
 
