@@ -39,7 +39,7 @@ from come.bench.measure import domain_metrics
 from come.bench.paper import rank
 from come.bench.protocols import Outcome
 from come.bench.record import BYTES, Failure, Record, Rows, check_rows, digest
-from come.errors import ComeError, StateError, printable
+from come.errors import ComeError, StateError, one_line, printable
 from come.state.files import replacing, settle
 from come.version import __version__
 
@@ -83,7 +83,7 @@ class RunFolder:
             self._make()
         except OSError as error:
             raise StateError(
-                f"cannot write to the run folder {self.path}: {error.strerror}; choose another with --out "
+                f"cannot write to the run folder {self.path}: {one_line(error)}; choose another with --out "
                 "('come report' and 'come compare' need not write to it)"
             ) from error
 
@@ -110,7 +110,7 @@ class RunFolder:
         try:
             found: Any = json.loads(read_regular(mark, 10_000))
         except OSError as error:
-            raise StateError(f"cannot read {mark}: {error.strerror or error}; choose another folder") from error
+            raise StateError(f"cannot read {mark}: {one_line(error)}; choose another folder") from error
         except (ValueError, RecursionError):
             found = {}
         named = found.get("format") if isinstance(found, dict) else None
@@ -335,13 +335,13 @@ def _as_state_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror or error}; {AGAIN}") from error
+        raise StateError(f"cannot read {path}: {one_line(error)}; {AGAIN}") from error
     except SafetensorError as error:
-        raise StateError(f"{path} does not hold rows: {error}; {AGAIN}") from error
+        raise StateError(f"{path} does not hold rows: {one_line(error)}; {AGAIN}") from error
     except StateError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StateError(f"{path} is not a record: {error}; {AGAIN}") from error
+        raise StateError(f"{path} is not a record: {one_line(error)}; {AGAIN}") from error
 
 
 def _read_json(kind: type[Read], path: Path) -> Read | None:
@@ -366,5 +366,5 @@ def _replacing(path: Path, what: str) -> Iterator[Path]:
 def _unwritable(what: str, error: OSError) -> StateError:
     repair = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
     return StateError(
-        f"cannot write {what}: {error.strerror}; finished cells are intact: {repair}, then run the same command again"
+        f"cannot write {what}: {one_line(error)}; finished cells are intact: {repair}, then run the same command again"
     )

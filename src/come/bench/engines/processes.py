@@ -64,7 +64,7 @@ class Helpers(RemoteProgress):
             self.close()
             if isinstance(error, (TypeError, AttributeError, ValueError)) or "pickle" in type(error).__name__.lower():
                 raise ConfigError(
-                    f"this model or source cannot be sent to another process ({error}); leave jobs at 1"
+                    f"this model or source cannot be sent to another process ({one_line(error)}); leave jobs at 1"
                 ) from error
             raise
 
