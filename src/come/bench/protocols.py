@@ -77,7 +77,7 @@ class Protocol(Description):
         Raises:
             ConfigError: the user contradicts the protocol, or does not say where data or weights are.
         """
-        chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         for name, value in chosen.items():
             fixed = getattr(self.plan, name)
             if name not in FREE and value != fixed:
