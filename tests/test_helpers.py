@@ -95,9 +95,7 @@ def test_a_killed_process_loses_nothing(tmp_path, alone):
             return False
         for process in helpers_of(psutil.Process()):
             process.kill()
-            while (
-                process.status() != psutil.STATUS_ZOMBIE
-            ):  # a busy machine takes its time, the other cells take little
+            while process.status() != psutil.STATUS_ZOMBIE:  # a busy machine takes its time
                 time.sleep(0.01)
         return True
 
