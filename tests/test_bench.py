@@ -17,14 +17,18 @@ import torch
 from PIL import Image
 
 import come
-from come.bench import Bench, Plan, RunFolder, cli, measure, models, run, runner
+from come.bench import Bench, Plan, RunFolder, cli, measure, models, run
 from come.bench.data import Batch, DatasetSource, Preprocess, Stream
-from come.bench.machine import Jobs
+from come.bench.engines import cell_runner, local
+from come.bench.engines.cell_runner import CellRunner
+from come.bench.engines.progress import Progress
+from come.bench.engines.schedule import Schedule
+from come.bench.engines.workload import shard_of, work
+from come.bench.inputs import Inputs
 from come.bench.measure import Table
 from come.bench.plan import QUICK, parse_hyper, parse_shard, typed
 from come.bench.record import Failure
 from come.bench.report.writing import write_report
-from come.bench.runner import Progress
 from come.testing import TinyClassifier
 
 SMALL = Plan(methods=("source", "tent"), corruptions=("fog", "snow"), limit=96, batch_size=32)
@@ -114,6 +118,45 @@ def test_a_flipped_bit_is_noticed(tmp_path, place):
         assert not RunFolder.existing(tmp_path).records()
 
 
+def test_whether_a_cell_is_finished_is_asked_of_its_header_alone(tmp_path):
+    """Rows that were zeroed in place are noticed when they are used, and by the next run, not when somebody asks."""
+    (first,) = run(SMALL.but(methods=("source",), corruptions=("fog",)), tmp_path)
+    folder = RunFolder(tmp_path)
+    path, whole = folder.file(first.key), folder.file(first.key).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    path.write_bytes(whole[:header] + bytes(len(whole) - header))
+    assert folder.record(first.cell) == first
+    assert folder.is_damaged(first.cell)
+    with pytest.raises(come.StateError, match="checksum mismatch"):
+        folder.rows(first.key)
+    path.write_bytes(whole[:-1])  # too short for what the header says
+    assert folder.record(first.cell) is None
+    path.write_bytes(whole)
+    with open(path, "r+b") as file:
+        os.truncate(file.fileno(), 2**40)  # too long to be read
+    assert folder.record(first.cell) is None
+    path.write_bytes(whole[:header] + bytes(len(whole) - header))
+    watching = Watching()
+    assert numbers(run(SMALL.but(methods=("source",), corruptions=("fog",)), tmp_path, progress=watching))
+    assert watching.finished == [False]
+
+
+def test_a_resumed_run_reads_the_rows_of_a_cell_once(tmp_path, monkeypatch):
+    first = run(SMALL, tmp_path)
+    reads, read = [], come.bench.folder.load
+    monkeypatch.setattr(come.bench.folder, "load", lambda data: reads.append(len(data)) or read(data))
+    assert run(SMALL, tmp_path) == first
+    assert len(reads) == len(first)
+
+
+def test_the_streams_of_a_cell_are_made_once(tmp_path, monkeypatch):
+    bench, made = Bench(SMALL), []
+    episodes = Inputs.episodes
+    monkeypatch.setattr(Inputs, "episodes", lambda self, cell: made.append(cell.key) or episodes(self, cell))
+    bench.run(RunFolder(tmp_path))
+    assert made == [cell.key for cell in bench.cells]
+
+
 def test_the_order_of_cells_does_not_change_their_numbers(tmp_path):
     """An adapter is kept from cell to cell: it must not remember anything."""
     plan = SMALL.but(methods=("tent", "eata", "sar"), source_size=64, hyper={"eata": {"margin": 2.0}})
@@ -168,14 +211,14 @@ def test_rows_of_many_batches_at_once_are_those_of_each(monkeypatch):
 
 def test_how_a_model_computes_is_a_knob(monkeypatch):
     given = []
-    adapt = runner.adapt
+    adapt = cell_runner.adapt
 
     def noting(*args, **more):
         known = {name: more.pop(name) for name in ("precision", "compile", "channels_last") if name in more}
         given.append(known)
         return adapt(*args, **more)
 
-    monkeypatch.setattr(runner, "adapt", noting)
+    monkeypatch.setattr(cell_runner, "adapt", noting)
     plan = SMALL.but(methods=("source",), precision="bf16", compile=True, channels_last=True)
     Bench(plan)
     Bench(SMALL.but(methods=("source",)))
@@ -424,7 +467,7 @@ def test_nothing_is_written_through_links(tmp_path):
 
 def test_a_model_is_given_back_after_an_error(tmp_path, monkeypatch):
     bench = Bench(SMALL)
-    before = {k: v.clone() for k, v in bench._model.module.state_dict().items()}
+    before = {k: v.clone() for k, v in bench.inputs.model.module.state_dict().items()}
 
     class Stops(Progress):
         def finish(self, cell, record, resumed):
@@ -433,20 +476,20 @@ def test_a_model_is_given_back_after_an_error(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         bench.run(RunFolder(tmp_path), Stops())
-    assert all(torch.equal(v, before[k]) for k, v in bench._model.module.state_dict().items())
+    assert all(torch.equal(v, before[k]) for k, v in bench.inputs.model.module.state_dict().items())
 
 
 @pytest.fixture
 def fragile(monkeypatch):
     """A benchmark whose cells on fog fail for as long as the list has anything in it."""
-    ill, measure = ["ill"], Bench.measure
+    ill, measure = ["ill"], CellRunner.measure
 
     def fails(self, cell, start, advance):
         if ill and "fog" in cell.corruptions and cell.method == "tent":
             raise RuntimeError("no\nluck")
         return measure(self, cell, start, advance)
 
-    monkeypatch.setattr(Bench, "measure", fails)
+    monkeypatch.setattr(CellRunner, "measure", fails)
     return ill
 
 
@@ -514,9 +557,10 @@ def test_the_command_says_what_failed_and_its_exit_status_too(tmp_path, fragile,
 
 def test_a_helper_without_memory_leaves_the_cell_to_the_others(tmp_path, monkeypatch):
     bench, folder = Bench(FRAGILE), RunFolder(tmp_path)
-    monkeypatch.setattr(Bench, "measure", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    bench._runner.is_helper = True
+    monkeypatch.setattr(CellRunner, "measure", lambda *_: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(MemoryError):
-        bench.help(folder, Progress(), {}, 1, Jobs(2, os.getpid()))
+        local.run(bench._runner, Schedule(folder, Progress(), {}, {}), bench.cells)
     assert folder.failures() == []
 
 
@@ -524,11 +568,11 @@ def test_shards_are_disjoint_complete_and_even():
     plan = Plan(methods=("source", "tent", "sar"), corruptions=("fog", "snow", "contrast"), seeds=(0, 1), limit=32)
     grid = list(plan.cells(32))
     for count in (1, 2, 5, 7, len(grid) + 1):
-        shards = [runner._dealt(grid, number, count) for number in range(count)]
+        shards = [shard_of(grid, number, count) for number in range(count)]
         assert sorted(cell.key for shard in shards for cell in shard) == sorted(cell.key for cell in grid)
-        work = [sum(cell.samples * runner.effort(cell) for cell in shard) for shard in shards]
-        longest = max(cell.samples * runner.effort(cell) for cell in grid)
-        assert max(work) - min(work) <= longest
+        sums = [work(shard) for shard in shards]
+        longest = max(work([cell]) for cell in grid)
+        assert max(sums) - min(sums) <= longest
 
 
 @pytest.mark.parametrize("shard", [(-1, 2), (2, 2), (0, 0)])

@@ -299,11 +299,11 @@ def test_clean_images_are_asked_for_where_there_are_some(wardrobe, monkeypatch):
 def test_nothing_fails_and_nothing_changes_because_somebody_looked(wardrobe):
     bench = Bench(Plan(**PLAN))
     state, drawn = torch.get_rng_state(), bench.cells[0].key
-    before = {name: value.clone() for name, value in bench._model.module.state_dict().items()}
+    before = {name: value.clone() for name, value in bench.inputs.model.module.state_dict().items()}
     assert bench.doubt() == bench.doubt() != ""
     assert torch.equal(torch.get_rng_state(), state)
     assert bench.cells[0].key == drawn
-    assert all(torch.equal(value, before[name]) for name, value in bench._model.module.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in bench.inputs.model.module.state_dict().items())
     for picture in (wardrobe / "photos").glob("*/*.png"):
         picture.write_bytes(b"broken")
     assert Bench(Plan(**PLAN)).doubt() == ""  # the cell that needs the picture names it
@@ -327,7 +327,7 @@ def test_at_most_so_many_images_and_so_long(wardrobe, monkeypatch):
             return photos.load([i % 48 for i in indices])
 
     photos = open_source("folder:photos", Preprocess(16, 16))
-    model, source = Bench(Plan(**PLAN))._model, Slow()
+    model, source = Bench(Plan(**PLAN)).inputs.model, Slow()
     arguments = (range(1000), (None, 5), torch.device("cpu"))
     assert chance.doubt(model, source, *arguments)
     assert source.asked == chance.LOOKED_AT

@@ -22,9 +22,11 @@ from PIL import Image
 
 import come
 from come.bench import Bench, Plan, RunFolder, cli, models, run
-from come.bench.cluster import Cluster, Worker, Workers
+from come.bench.cluster import Cluster
 from come.bench.data import DatasetSource
-from come.bench.runner import Progress
+from come.bench.engines.progress import Progress
+from come.bench.engines.ray import Worker, Workers
+from come.bench.engines.schedule import Finished
 from come.testing import TinyClassifier
 
 METHODS, SHIFTS = ("source", "tent"), ("fog", "snow", "contrast", "jpeg_compression")
@@ -258,7 +260,7 @@ def test_too_little_room_is_said_at_once(ray):
 
 def test_what_cannot_travel_is_refused_in_words(tmp_path, ray):
     bench = fragile("brightness", "gaussian_noise")
-    bench._source.trap = threading.Lock()
+    bench.inputs.source.trap = threading.Lock()
     with pytest.raises(come.ConfigError, match=r"cannot be sent to another process .* run it without --engine ray"):
         bench.run(RunFolder(tmp_path))
 
@@ -270,12 +272,12 @@ def test_a_worker_decodes_images_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Cluster, "connect", lambda *_: 1)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which a worker replaces
     bench, worker = with_images(tmp_path), Worker()
-    assert worker.prepare(pickle.loads(pickle.dumps(bench)), "cpu", 1, 1) == (come.__version__, "")
+    assert worker.prepare(pickle.loads(pickle.dumps(bench._runner)), "cpu", 1, 1) == (come.__version__, "")
     ends = [worker.run(bench.cells[0])]
     for path in tmp_path.glob("*/*.png"):
         path.write_bytes(b"")
     ends.append(worker.run(bench.cells[1]))
-    assert [end[0] for end, _ in ends] == ["done", "done"]
+    assert [type(end) for end, _ in ends] == [Finished, Finished]
     assert [words[0] for words in ends[1][1]] == ["start", "advance"]
 
 
@@ -327,7 +329,7 @@ def test_workers_of_another_version_are_refused():
     with pytest.raises(
         come.StateError, match=r"a worker has come 0\.0, this is .*; install one version on all machines"
     ):
-        object.__new__(Workers)._ready("0.0", "")
+        object.__new__(Workers)._check_ready("0.0", "")
 
 
 def test_ray_is_imported_only_when_it_is_asked_for():

@@ -20,8 +20,10 @@ import come
 from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import DatasetSource
 from come.bench.data.store import DecodedStore
-from come.bench.helpers import Helpers, Teller
-from come.bench.runner import Progress, UnderWay, _shared_out, automatic_jobs
+from come.bench.engines.processes import Helpers
+from come.bench.engines.progress import Progress, Reporter
+from come.bench.engines.schedule import Schedule
+from come.bench.engines.workload import automatic_jobs, order_for
 from come.testing import TinyClassifier
 
 PLAN = Plan(methods=("source", "tent"), corruptions=("fog", "snow"), limit=96, batch_size=32)
@@ -93,6 +95,8 @@ def test_a_killed_process_loses_nothing(tmp_path, alone):
             return False
         for process in helpers_of(psutil.Process()):
             process.kill()
+            while process.status() != psutil.STATUS_ZOMBIE:  # a busy machine takes its time
+                time.sleep(0.01)
         return True
 
     with pytest.warns(UserWarning, match="a process of this run was killed by signal 9; the others run its cells"):
@@ -111,8 +115,8 @@ def test_images_are_decoded_once_for_all(tmp_path):
         model="tiny", data=f"folder:{tmp_path / 'data'}", methods=("source", "norm"), corruptions=("fog", "snow")
     )
     bench = Bench(plan, model=model, jobs=2, workers=0)
-    assert isinstance(bench._source, DecodedStore)
-    bench._source.load(range(8))
+    assert isinstance(bench.inputs.source, DecodedStore)
+    bench.inputs.source.load(range(8))
     for path in (tmp_path / "data").glob("*/*.png"):
         path.write_bytes(b"")
     progress = Patient(lambda: len(cells(tmp_path / "run")) >= 1)
@@ -128,8 +132,8 @@ def test_a_later_cell_decodes_nothing(tmp_path):
         model="tiny", data=f"folder:{tmp_path / 'data'}", methods=("source", "norm"), corruptions=("fog", "snow")
     )
     bench = Bench(plan, model=model, workers=0)
-    decoded, load = [], bench._source.source.load
-    bench._source.source.load = lambda indices, *more: decoded.extend(indices) or load(indices, *more)
+    decoded, load = [], bench.inputs.source.source.load
+    bench.inputs.source.source.load = lambda indices, *more: decoded.extend(indices) or load(indices, *more)
     records = bench.run(RunFolder(tmp_path / "run"))
     assert [r.result.samples for r in records] == [4] * 4
     assert len(decoded) <= 4  # one was looked at for its size
@@ -147,51 +151,51 @@ def test_what_cannot_travel_is_refused_in_words(tmp_path):
         Bench(PLAN, jobs=0)
 
 
-def hearing(tmp_path, bench, progress, *said, code=0):
+def hearing(tmp_path, grid, progress, *said, code=0):
     """What the first process makes of what a helper says."""
-    under_way = UnderWay(RunFolder(tmp_path), progress, {})
+    schedule = Schedule(RunFolder(tmp_path), progress, {}, {})
     helpers = object.__new__(Helpers)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = SimpleNamespace(exitcode=code, join=lambda *_: None, terminate=lambda: None, is_alive=lambda: False)
-    helpers._bench, helpers._under_way, helpers._cells = bench, under_way, {c.key: c for c in bench.cells}
-    helpers._processes, helpers._running = {ours: process}, {}
+    helpers._schedule, helpers._cells = schedule, {c.key: c for c in grid}
+    helpers._processes, helpers._shown = {ours: process}, {}
     for words in said:
         theirs.send(words)
     theirs.close()
     try:
-        helpers.hear()
+        helpers.listen(0)
     finally:
         helpers.close()
-    return under_way
+    return schedule
 
 
 def test_what_a_process_says_is_passed_on(tmp_path):
-    bench, progress = SimpleNamespace(cells=list(PLAN.cells(96)), refused={}), Patient(lambda: True)
-    cell = bench.cells[-1]
-    under_way = hearing(
-        tmp_path, bench, progress, ("start", cell.key, 96), ("advance", 32), ("refuse", cell.key, "too small"), ("end",)
+    grid, progress = list(PLAN.cells(96)), Patient(lambda: True)
+    cell = grid[-1]
+    schedule = hearing(
+        tmp_path, grid, progress, ("start", cell.key, 96), ("advance", 32), ("refuse", cell.key, "too small"), ("end",)
     )
     assert progress.samples == 32
-    assert bench.refused == {"tent": "too small"}
-    assert under_way.settled == {cell.key}
+    assert schedule.refused == {"tent": "too small"}
+    assert schedule.settled == {cell.key}
     with pytest.raises(come.InputError, match="a bad image"):
-        hearing(tmp_path, bench, progress, ("error", come.InputError("a bad image")))
+        hearing(tmp_path, grid, progress, ("error", come.InputError("a bad image")))
     with pytest.warns(
         UserWarning, match=r"of this run failed \(RuntimeError: out of memory\); the others run its cells"
     ):
-        hearing(tmp_path, bench, progress, ("end", "RuntimeError: out of memory"), code=1)
+        hearing(tmp_path, grid, progress, ("end", "RuntimeError: out of memory"), code=1)
     with pytest.warns(UserWarning, match="take care"):
-        hearing(tmp_path, bench, progress, ("warning", "take care"))
+        hearing(tmp_path, grid, progress, ("warning", "take care"))
 
 
 def test_progress_is_told_now_and_then():
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    teller = Teller(theirs.send)
+    reporter = Reporter(theirs.send)
     cell = next(PLAN.cells(96))
-    teller.start(cell, 96)
+    reporter.start(cell, 96)
     for _ in range(96):
-        teller.advance(1)
-    teller.finish(cell, None, False)
+        reporter.advance(1)
+    reporter.finish(cell, None, False)
     theirs.close()
     said = []
     with contextlib.suppress(EOFError):
@@ -205,7 +209,7 @@ def test_progress_is_told_now_and_then():
 
 def test_every_process_goes_through_all_cells_its_own_first():
     grid = list(PLAN.but(methods=("source", "tent", "sar"), seeds=(0, 1)).cells(96))
-    orders = [_shared_out(grid, number, 3) for number in range(3)]
+    orders = [order_for(grid, number, 3) for number in range(3)]
     assert all(sorted(c.key for c in order) == sorted(c.key for c in grid) for order in orders)
     assert len({order[0].pair for order in orders}) == 3
     assert orders[0][0].method == "sar"

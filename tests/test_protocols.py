@@ -17,8 +17,9 @@ import come
 from come.bench import Bench, Plan, RunFolder, cli, models, protocols, run
 from come.bench.data.opening import get as get_kind
 from come.bench.data.opening import open_source
+from come.bench.engines.cell_runner import CellRunner
+from come.bench.engines.progress import Progress
 from come.bench.protocols import FREE, Outcome, Protocol
-from come.bench.runner import Progress
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(data="fashion:64", corruptions=("fog", "contrast"), batch_size=32)
@@ -120,13 +121,13 @@ def test_without_a_number_the_measured_one_is_said(tiny, number, tmp_path):
 
 def test_no_adapt_that_fails_stops_the_run(tiny, tmp_path, monkeypatch):
     ready = bench(tiny)
-    monkeypatch.setattr(Bench, "measure", lambda *_: 1 / 0)
+    monkeypatch.setattr(CellRunner, "measure", lambda *_: 1 / 0)
     with pytest.raises(come.InputError, match="No Adapt could not be run, so nothing was adapted: source"):
         ready.run(RunFolder(tmp_path / "run"))
 
 
 def test_other_weights_stop_before_any_work(tiny, monkeypatch):
-    monkeypatch.setattr("come.bench.runner.open_source", lambda *_: pytest.fail("the data was opened"))
+    monkeypatch.setattr("come.bench.inputs.open_source", lambda *_: pytest.fail("the data was opened"))
     with pytest.raises(
         come.ModelError, match=f"fashion-resnet-bn must have the SHA-256 {'0' * 64} in protocol tiny, got {SHA256}"
     ):

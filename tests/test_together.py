@@ -8,8 +8,8 @@ import torch
 import come
 from come.bench import Bench, Plan, RunFolder
 from come.bench.cell import Cell
-from come.bench.runner import Progress
-from come.bench.together import bundles
+from come.bench.engines.fleet import bundles
+from come.bench.engines.progress import Progress
 
 PLAN = Plan(
     methods=("source", "tent", "tent:lr=0.01", "sar:margin=0.9", "t3a"),
@@ -111,7 +111,7 @@ def test_what_can_run_together():
         cell(corruptions=("snow",)),
         cell(seed=3),
         cell(hyper={"lr": 0.1}),
-        cell(method="eata:margin=0.2"),
+        cell(method="eata:margin=0.2", hyper={"margin": 0.2}),
     ]
     apart = [cell(objective="come"), cell(method="tent"), cell(hyper={"beta": 1.0}), cell(method="cotta")]
     (found, *rest) = bundles([first, *others, *apart], 10, lambda cell: False)

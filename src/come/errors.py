@@ -115,6 +115,25 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def one_line(error: BaseException, *, kind: bool = False, first: bool = False) -> str:
+    """What went wrong, on one printable line of at most 300 characters.
+
+    Args:
+        error: what was raised. Of an error with a `strerror`, that; it leaves out the path, which a message names itself.
+        kind: put the type of the error in front.
+        first: only the first line of the message, where the others say less.
+
+    >>> one_line(FileNotFoundError(2, "No such file or directory", "a.json")), one_line(ValueError("no\\nway"), kind=True)
+    ('No such file or directory', 'ValueError: no way')
+    >>> one_line(RuntimeError("out of memory\\nTraceback: ..."), first=True)
+    'out of memory'
+    """
+    lines, name = str(error).strip().splitlines(), type(error).__name__
+    message = " ".join(" ".join(lines[:1] if first else lines).split())[:300]
+    text = "".join(c if c.isprintable() else "?" for c in getattr(error, "strerror", None) or message)
+    return ": ".join(part for part in (name, text) if part) if kind else text or name
+
+
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigError:
     """Build the error for an unknown name: suggest similar ones, and list all known names if they are few.
 

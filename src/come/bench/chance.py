@@ -41,7 +41,7 @@ def doubt(
         source: the data.
         indices: which samples, in an order that knows nothing of their classes.
         shift: corruption and severity, for data that holds corrupted images only; None is clean.
-        device: where.
+        device: of the model.
         order: of the classes, in words, where they have names.
     """
     seen = look(model, source, indices[:LOOKED_AT], shift, device)

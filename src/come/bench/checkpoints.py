@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from come.bench.data.reading import require_regular
-from come.errors import ModelError
+from come.errors import ModelError, one_line
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -66,7 +67,8 @@ def put_weights(module: nn.Module, state: dict[str, Tensor], name: str, path: st
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise ModelError(f"the checkpoint {path} does not fit {name}: {first_line(error, 1)[:200]}") from error
+        said = str(error).strip().splitlines()[1:2] or [str(error)]  # behind "Error(s) in loading state_dict"
+        raise ModelError(f"the checkpoint {path} does not fit {name}: {said[0].strip()[:200]}") from error
 
 
 def head_size(module: nn.Module, state: dict[str, Tensor], classes: int) -> int | None:
@@ -85,10 +87,7 @@ def head_size(module: nn.Module, state: dict[str, Tensor], classes: int) -> int 
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def first_line(error: BaseException, line: int = 0) -> str:
-    """What went wrong: the first line of the message, or a later one."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[min(line, len(lines) - 1)].strip()
+first_line = partial(one_line, first=True)
 
 
 def _check_archive(path: Path) -> None:

@@ -218,10 +218,8 @@ def _costs(comparison: Comparison) -> list[RenderableType]:
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=head != "method")
     for (method, objective), (a, b) in comparison.costs.items():
         cells = []
-        for before, after, form in (
-            (1000 * a.seconds_per_image, 1000 * b.seconds_per_image, ".2f"),
-            (a.memory_mb, b.memory_mb, ".0f"),
-        ):
+        times = 1000 * a.seconds_per_image, 1000 * b.seconds_per_image, ".2f"
+        for before, after, form in (times, (a.memory_mb, b.memory_mb, ".0f")):
             cells += [f"{before:{form}} → {after:{form}}", f"{after / before:.2f}" if before else "·"]
         table.add_row(Text(f"{method} + {objective}"), *cells)
     return [table]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from come.bench.checkpoints import first_line, put_weights, read_weights
+from come.bench.checkpoints import put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
-from come.errors import ModelError, shown, unknown
+from come.errors import ModelError, one_line, shown, unknown
 from come.registry import parse
+
+named_line = partial(one_line, kind=True, first=True)
 
 
 def is_factory(name: str) -> bool:
@@ -52,13 +55,13 @@ def call_factory(name: str, checkpoint: str | Path | None = None) -> tuple[nn.Mo
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise ModelError(f"importing {place} for {name} raised {_said(error)}; install it") from error
+            raise ModelError(f"importing {place} for {name} raised {named_line(error)}; install it") from error
         raise ModelError(
             f"no module {error.name!r} for the model {name}; run come where it is, or install it ('come list models' shows "
             "other models)"
         ) from error
     except (Exception, SystemExit) as error:
-        raise ModelError(f"importing {place} for {name} raised {_said(error)}; fix the module") from error
+        raise ModelError(f"importing {place} for {name} raised {named_line(error)}; fix the module") from error
     if not hasattr(module, attribute):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise unknown(f"function in {place}", attribute, public)
@@ -70,14 +73,10 @@ def call_factory(name: str, checkpoint: str | Path | None = None) -> tuple[nn.Mo
             torch.manual_seed(0)  # the same model in the run that goes on with this one
             made = factory(**given)
     except (Exception, SystemExit) as error:
-        raise ModelError(f"{name} raised {_said(error)}; change its arguments, or the function") from error
+        raise ModelError(f"{name} raised {named_line(error)}; change its arguments, or the function") from error
     if not isinstance(made, nn.Module):
         raise ModelError(f"{place}:{attribute} must return a torch.nn.Module, got {shown(made)}")
     if checkpoint is not None:
         put_weights(made, read_weights(checkpoint), name, checkpoint)
     size = given.get("img_size", Preprocess.size)
     return made.to("cpu"), Preprocess(size, round(size / 0.875) if isinstance(size, int) else size)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__

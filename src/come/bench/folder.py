@@ -9,6 +9,9 @@ RUN/protocols/NAME.json   a protocol that was followed, and what No Adapt reache
 
 A cell is one file, which appears by one rename: no order of writes can mix two runs of a cell, also where locks do not work
 (some network file systems grant a lock to everyone). Nothing here depends on the clock, and nothing is deleted.
+
+Whether a cell is finished is read from the header of its file alone. The checksum is verified whenever rows are read, and by
+`is_damaged`, which a run asks once for each finished cell before it starts.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from come import corruptions
-from come.bench.cell import Cell
+from come.bench.cell import Cell, Description
 from come.bench.data import Stream
-from come.bench.data.reading import read_regular
+from come.bench.data.reading import FLAGS, read_regular, require_regular
 from come.bench.measure import domain_metrics
 from come.bench.paper import rank
 from come.bench.protocols import Outcome
-from come.bench.record import BYTES, Failure, Record, Rows, decoded, digest
-from come.errors import ComeError, StateError, printable
+from come.bench.record import BYTES, Failure, Record, Rows, check_rows, digest
+from come.errors import ComeError, StateError, one_line, printable
 from come.state.files import replacing, settle
 from come.version import __version__
 
@@ -45,13 +48,17 @@ HEADER = {"format": FORMAT, "come": __version__}
 STANDARD = {name: i for i, name in enumerate(corruptions.names())}
 AGAIN = "run the same 'come bench' command again: it runs this cell anew and keeps the others"
 Stamp = tuple[int, int]
-"""Of the file of a cell; another one is another file."""
+"""Inode and modification time of a file; they change when it is written again."""
 LARGEST = 2**31
 """Bytes of a cell: 40 million rows."""
+LARGEST_HEADER = 10**8
+"""Bytes of a header; safetensors reads no longer ones."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """What a file system says that has no locks."""
-LONGEST_FAILURE = 2**20
-"""Bytes of a failure."""
+LARGEST_JSON = 2**20
+"""Bytes of a failure, or of a protocol's outcome."""
+
+Read = TypeVar("Read", bound=Description)
 
 
 class RunFolder:
@@ -76,7 +83,7 @@ class RunFolder:
             self._make()
         except OSError as error:
             raise StateError(
-                f"cannot write to the run folder {self.path}: {error.strerror}; choose another with --out "
+                f"cannot write to the run folder {self.path}: {one_line(error)}; choose another with --out "
                 "('come report' and 'come compare' need not write to it)"
             ) from error
 
@@ -103,7 +110,7 @@ class RunFolder:
         try:
             found: Any = json.loads(read_regular(mark, 10_000))
         except OSError as error:
-            raise StateError(f"cannot read {mark}: {error.strerror or error}; choose another folder") from error
+            raise StateError(f"cannot read {mark}: {one_line(error)}; choose another folder") from error
         except (ValueError, RecursionError):
             found = {}
         named = found.get("format") if isinstance(found, dict) else None
@@ -139,17 +146,14 @@ class RunFolder:
         A cell whose file was damaged is left out, with a warning for all of them.
         """
         found, wrong = [], []
-        for path in sorted(self.cells.glob("*.safetensors")):
-            if not path.name.startswith("."):
-                try:
-                    found.append(_read(path)[0])
-                except StateError as error:
-                    wrong.append(str(error))
+        for path in sorted(self.cells.glob("[!.]*.safetensors")):
+            try:
+                found.append(_read(path)[0])
+            except StateError as error:
+                wrong.append(printable(str(error)))  # it holds names of files and columns
         if wrong:
             more = f" ({len(wrong)} cells are left out; this is the first)" if len(wrong) > 1 else ""
-            warnings.warn(
-                f"left out: {printable(wrong[0])}{more}", stacklevel=2
-            )  # names of files and columns are in it
+            warnings.warn(f"left out: {wrong[0]}{more}", stacklevel=2)
 
         def place(record: Record) -> tuple[Any, ...]:
             cell = record.cell
@@ -159,14 +163,25 @@ class RunFolder:
         return sorted(found, key=place)
 
     def record(self, cell: Cell) -> Record | None:
-        """The record of `cell`, or None if it is not done (or what is there is not what was written)."""
+        """The record of `cell`, or None if it is not finished. Only the header of its file is read, none of its rows."""
         try:
-            return _read(self.file(cell.key))[0]
+            return _read_header(self.file(cell.key))
         except StateError:
             return None
 
+    def is_damaged(self, cell: Cell) -> bool:
+        """Whether the file of a cell is there but is not what was written. The whole file is read."""
+        path = self.file(cell.key)
+        if self.stamp(path) is None:
+            return False
+        try:
+            _read(path)
+        except StateError:
+            return True
+        return False
+
     def stamp(self, path: Path) -> Stamp | None:
-        """What changes when a file is written anew; None if there is none."""
+        """What changes when a file is written again; None if there is none."""
         try:
             found = path.stat()
         except OSError:
@@ -178,13 +193,9 @@ class RunFolder:
         return self.failed / f"{key}.json"
 
     def failure(self, key: str) -> Failure | None:
-        """Why a cell failed the last time, or None if it did not (or what is there cannot be read)."""
-        try:
-            found: Any = json.loads(read_regular(self.failure_file(key), LONGEST_FAILURE))
-            failure = Failure(**found)
-        except (OSError, ValueError, TypeError, RecursionError):  # a ConfigError is a ValueError
-            return None
-        return failure if failure.cell.key == key else None
+        """Why a cell failed the last time, or None if it did not (or its file cannot be read)."""
+        found = _read_json(Failure, self.failure_file(key))
+        return found if found is not None and found.cell.key == key else None
 
     def failures(self) -> list[Failure]:
         """The cells that failed and were not finished since."""
@@ -201,69 +212,48 @@ class RunFolder:
 
     def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
         """Records with the metrics that follow from their rows under a score, of `come.metrics.SCORES`."""
-        found = []
-        for r in records:
-            if r.result.score == score:
-                found.append(r)
-                continue
-            metrics = domain_metrics(self.rows(r.key), r.result.domains, r.result.fresh, score)
-            result = r.result.model_copy(update={"score": score, "metrics": metrics})
-            found.append(r.model_copy(update={"result": result}))
-        return found
+        return [record if record.result.score == score else self._rescored(record, score) for record in records]
+
+    def _rescored(self, record: Record, score: str) -> Record:
+        result = record.result
+        metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
+        return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
 
     def write(self, record: Record, rows: Rows) -> None:
         """Store a finished cell, whole or not at all."""
         text = record.encoded()
         rows = {name: column.contiguous() for name, column in rows.items()}
-        try:
-            with replacing(self.file(record.key)) as beside:
-                # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
-                beside.write_bytes(save(rows, {"record": text, "sha256": digest(text, rows)}))
-        except OSError as error:
-            raise _unwritable(f"cell {record.key} to {self.path}", error) from error
+        with _replacing(self.file(record.key), f"cell {record.key} to {self.path}") as beside:
+            # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
+            beside.write_bytes(save(rows, {"record": text, "sha256": digest(text, rows)}))
 
     def write_failure(self, failure: Failure) -> None:
         """Note that a cell failed."""
-        try:
-            self.failed.mkdir(exist_ok=True)
-            with replacing(self.failure_file(failure.cell.key)) as beside:
-                beside.write_text(json.dumps(failure.model_dump(), sort_keys=True) + "\n")
-        except OSError as error:
-            raise _unwritable(f"the failure of cell {failure.cell.key} to {self.path}", error) from error
+        path = self.failure_file(failure.cell.key)
+        with _replacing(path, f"the failure of cell {failure.cell.key} to {self.path}") as beside:
+            beside.write_text(json.dumps(failure.model_dump(), sort_keys=True) + "\n")
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Keep what No Adapt reached under a protocol."""
         path = self.protocols / f"{outcome.protocol.name}.json"
-        try:
-            self.protocols.mkdir(exist_ok=True)
-            with replacing(path) as beside:
-                beside.write_text(json.dumps(outcome.model_dump(), sort_keys=True, indent=1) + "\n")
-        except OSError as error:
-            raise _unwritable(f"{path}", error) from error
+        with _replacing(path, str(path)) as beside:
+            beside.write_text(json.dumps(outcome.model_dump(), sort_keys=True, indent=1) + "\n")
 
     def outcome(self, records: Iterable[Record]) -> Outcome | None:
         """What No Adapt reached, if these records were made under a protocol."""
         keys = {record.key for record in records}
-        for path in sorted(self.protocols.glob("[!.]*.json")):
-            try:
-                found = Outcome(**json.loads(read_regular(path, LONGEST_FAILURE)))
-            except (OSError, ValueError, TypeError, RecursionError):
-                continue
-            if keys.issuperset(found.cells):
-                return found
-        return None
+        found = (_read_json(Outcome, path) for path in sorted(self.protocols.glob("[!.]*.json")))
+        return next((outcome for outcome in found if outcome is not None and keys.issuperset(outcome.cells)), None)
 
     def write_stream(self, stream: Stream) -> None:
         """Keep a manifest, once; one that was damaged is written again."""
         name = f"{re.sub(r'[^A-Za-z0-9_]+', '-', stream.domain)[:80]}-seed{stream.seed}-{stream.digest[:8]}.json"
         path = self.streams / name
-        if _holds(path, stream):
-            return
-        try:
-            with replacing(path) as beside:
-                stream.save(beside)
-        except OSError as error:
-            raise _unwritable(f"the stream {name} to {self.path}", error) from error
+        with suppress(ComeError):
+            if Stream.load(path) == stream:
+                return
+        with _replacing(path, f"the stream {name} to {self.path}") as beside:
+            stream.save(beside)
 
     @contextmanager
     def claim(self, cell: Cell) -> Iterator[bool]:
@@ -272,25 +262,21 @@ class RunFolder:
         On a file system without locks everyone may: a cell that two processes run is written twice, with the same numbers.
         """
         path = self.locks / f"{cell.key}.lock"
-        lock = FileLock(path)
+        lock, mine = FileLock(path), True
         try:
             with warnings.catch_warnings():
                 # where flock is missing filelock raises, or warns and takes a lock that outlives a killed process
                 warnings.filterwarnings("error", "flock not supported", UserWarning)
                 lock.acquire(blocking=False)
         except Timeout:
-            yield False
-            return
+            mine = False
         except (NotImplementedError, UserWarning):
-            yield True
-            return
+            pass
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise _unwritable(f"the lock {path}", error) from error
-            yield True
-            return
         try:
-            yield True
+            yield mine
         finally:
             lock.release()
 
@@ -309,36 +295,76 @@ def check_space(path: Path, cells: Iterable[Cell]) -> None:
 
 def _read(path: Path) -> tuple[Record, Rows]:
     """The record at `path` and its rows, both just as they were written, or a StateError."""
-    try:
+    with _as_state_error(path):
         data = read_regular(path, LARGEST)
         rows = load(data)
         # safe_open would give the header, but it maps the file, which may change while it is read
-        length = int.from_bytes(data[:8], "little")
-        about = json.loads(data[8 : 8 + length])["__metadata__"]
-        record = decoded(about["record"], rows)
-        if record.key != path.stem or about["sha256"] != digest(about["record"], rows):
+        record, about = _parse_header(data[8 : 8 + int.from_bytes(data[:8], "little")], path)
+        check_rows(record, rows)
+        if about["sha256"] != digest(about["record"], rows):
             raise StateError(f"{path}: checksum mismatch; {AGAIN}")
         return record, rows
+
+
+def _read_header(path: Path) -> Record:
+    """The record at `path`, if the file is as long as its header says; else a StateError. No rows are read."""
+    with _as_state_error(path):
+        require_regular(path)
+        with open(os.open(path, FLAGS), "rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(LARGEST_HEADER, size - 8):
+                raise ValueError("it has no header")
+            header = file.read(length)
+        columns = {name: column for name, column in json.loads(header).items() if name != "__metadata__"}
+        if 8 + length + max(column["data_offsets"][1] for column in columns.values()) != size:
+            raise ValueError("its length is not what its header says")
+        return _parse_header(header, path)[0]
+
+
+def _parse_header(header: bytes, path: Path) -> tuple[Record, dict[str, str]]:
+    about = json.loads(header)["__metadata__"]
+    record = Record(**json.loads(about["record"]))
+    if record.key != path.stem:
+        raise StateError(f"{path}: checksum mismatch; {AGAIN}")
+    return record, about
+
+
+@contextmanager
+def _as_state_error(path: Path) -> Iterator[None]:
+    """Within the block, whatever is wrong with the file of a cell is a `StateError`."""
+    try:
+        yield
     except OSError as error:
-        raise StateError(f"cannot read {path}: {error.strerror or error}; {AGAIN}") from error
+        raise StateError(f"cannot read {path}: {one_line(error)}; {AGAIN}") from error
     except SafetensorError as error:
-        raise StateError(f"{path} does not hold rows: {error}; {AGAIN}") from error
+        raise StateError(f"{path} does not hold rows: {one_line(error)}; {AGAIN}") from error
     except StateError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise StateError(f"{path} is not a record: {error}; {AGAIN}") from error
+        raise StateError(f"{path} is not a record: {one_line(error)}; {AGAIN}") from error
 
 
-def _holds(path: Path, stream: Stream) -> bool:
-    """Whether the manifest is there already."""
+def _read_json(kind: type[Read], path: Path) -> Read | None:
+    """What `path` describes, or None if that cannot be read."""
     try:
-        return Stream.load(path) == stream
-    except ComeError:
-        return False
+        return kind(**json.loads(read_regular(path, LARGEST_JSON)))
+    except (OSError, ValueError, TypeError, RecursionError):  # a ConfigError is a ValueError
+        return None
+
+
+@contextmanager
+def _replacing(path: Path, what: str) -> Iterator[Path]:
+    """`replacing`, with an error that names what cannot be written and the repair."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with replacing(path) as beside:
+            yield beside
+    except OSError as error:
+        raise _unwritable(what, error) from error
 
 
 def _unwritable(what: str, error: OSError) -> StateError:
     repair = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
     return StateError(
-        f"cannot write {what}: {error.strerror}; finished cells are intact: {repair}, then run the same command again"
+        f"cannot write {what}: {one_line(error)}; finished cells are intact: {repair}, then run the same command again"
     )

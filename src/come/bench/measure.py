@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +11,19 @@ from torch import Tensor
 from come import objectives
 from come.adapter import Adapter
 from come.bench.cell import Cell
-from come.bench.data import Account, Batch, Source, batches
+from come.bench.data import Account, Batch, batches
 from come.bench.data.store import DeviceCache
-from come.bench.machine import ALONE, Jobs, Meter
-from come.bench.models import Model
+from come.bench.machine import Meter
 from come.bench.record import COLUMNS, Record, Result, Rows
-from come.bench.settings import Episode
 from come.errors import ComeError, InputError
 from come.guard import Event
 from come.method import Step
 from come.metrics import SCORES, brier, fpr, nll, summary
 from come.model.inputs import UNKNOWN, answered
 from come.objectives import Objective, Opinion, Softmax
+
+if TYPE_CHECKING:
+    from come.bench.inputs import Inputs
 
 BLOCK = 2**21
 """Logits that rows are made from at once."""
@@ -37,82 +38,37 @@ class UnfitError(ComeError):
     """A method that cannot be run on this model or these batches; the rest of a grid can be run all the same."""
 
 
-def run_cell(
-    cell: Cell,
-    adapter: Adapter,
-    model: Model,
-    source: Source,
-    episodes: Sequence[Episode],
-    *,
-    device: torch.device,
-    workers: int = 0,
-    outliers: Source | None = None,
-    events: Sequence[Event] = (),
-    jobs: Jobs = ALONE,
-    on_batch: Callable[[int], None] = lambda samples: None,
-) -> tuple[Record, Rows]:
-    """Run a cell with an adapter that has not seen a batch.
-
-    Args:
-        episodes: the streams, in order.
-        outliers: the outlier source, if the streams have outliers.
-        events: where the adapter's guard reports to, see `Guard.on_event`.
-        jobs: the processes that work on the run.
-        on_batch: called with the number of samples done since the last call.
-
-    Returns:
-        the record and its rows.
-    """
-    meter = Meter(device, jobs)
-    course = Course(cell, model, source, episodes, device, workers, outliers)
-    for batch, fresh in course:
-        if fresh:
-            adapter.reset()
-        try:
-            step = adapter.step(batch.images)
-        except InputError as error:
-            raise UnfitError(str(error)) from error
-        course.add(step, batch)
-        on_batch(len(batch.labels))
-    lr = adapter.learning_rate(cell.batch_size) if adapter.method.descends else None
-    return course.record(meter, adapter.health(), events, lr)
-
-
-class Course:
-    """A cell that is being run: its batches in order, the rows so far, and at the end its record.
+class CellRun:
+    """A cell that is being run: its streams, its batches in order, the rows so far, and at the end its record.
 
     Args:
         cell: which one.
-        model: whose preprocessing it is.
-        source: of the images.
-        episodes: the streams, in order.
+        inputs: its model and data.
         device: where the batches are wanted.
         workers: threads that decode images.
-        outliers: the outlier source, if the streams have outliers.
     """
 
-    def __init__(
-        self,
-        cell: Cell,
-        model: Model,
-        source: Source,
-        episodes: Sequence[Episode],
-        device: torch.device,
-        workers: int,
-        outliers: Source | None,
-    ) -> None:
-        self.cell, self._model, self._source, self._outliers = cell, model, source, outliers
-        self._episodes, self._device, self._workers = episodes, device, workers
-        self._account, self._table, self._number = Account(), Table(objectives.get(cell.objective)), 0
+    def __init__(self, cell: Cell, inputs: Inputs, device: torch.device, workers: int) -> None:
+        self.cell, self._inputs, self._device, self._workers = cell, inputs, device, workers
+        self._episodes, self._number = inputs.episodes(cell), 0
+        self.streams = [episode.stream for episode in self._episodes]
+        named = next((stream.outliers for stream in self.streams if stream.outliers), None)
+        self._outliers = None if named is None else inputs.outliers[named]
+        self._account, self._table = Account(), Table(objectives.get(cell.objective))
+
+    @property
+    def samples(self) -> int:
+        """Of all streams."""
+        return sum(map(len, self.streams))
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """The batches, and whether the method is to be reset before each."""
         for number, episode in enumerate(self._episodes):
             self._number, fresh = number, episode.reset
             for batch in batches(
-                self._source,
+                self._inputs.source,
                 episode.stream,
-                self._model.preprocess,
+                self._inputs.model.preprocess,
                 batch_size=episode.batch_size or self.cell.batch_size,
                 device=self._device,
                 workers=self._workers,
@@ -122,6 +78,22 @@ class Course:
                 yield batch, fresh
                 fresh = False
 
+    def run(
+        self, adapter: Adapter, meter: Meter, events: Sequence[Event], on_batch: Callable[[int], None]
+    ) -> tuple[Record, Rows]:
+        """The record and its rows, by an adapter that has not seen a batch; `on_batch` is told how many samples are done."""
+        for batch, fresh in self:
+            if fresh:
+                adapter.reset()
+            try:
+                step = adapter.step(batch.images)
+            except InputError as error:
+                raise UnfitError(str(error)) from error
+            self.add(step, batch)
+            on_batch(len(batch.labels))
+        lr = adapter.learning_rate(self.cell.batch_size) if adapter.method.descends else None
+        return self.record(meter, adapter.health(), events, lr)
+
     def add(self, step: Step, batch: Batch) -> None:
         """Note what a step said of the last batch."""
         self._table.add(step, batch, self._number)
@@ -129,21 +101,21 @@ class Course:
     def record(
         self, meter: Meter, health: dict[str, float], events: Sequence[Event], lr: float | None, together: int = 1
     ) -> tuple[Record, Rows]:
-        """The record and its rows.
+        """The record and its rows, when all batches are done.
 
         Args:
-            meter: of the time and memory.
+            meter: made when the cell began.
             health: of the guard.
-            events: what it reported.
+            events: what it reported, see `Guard.on_event`.
             lr: the learning rate, if there is one.
-            together: how many cells shared the meter; each is said to have taken its part of the time.
+            together: how many cells shared the meter; each is charged its share of the time.
         """
-        rows, source, outliers = self._table.rows(), self._source, self._outliers
+        rows, source = self._table.rows(), self._inputs.source
         if not rows:
             bad = self._account.bad
             raise InputError(f"not one image of {source.name} could be read; {bad} were skipped: fix the data")
-        kept = sum(held.bytes for held in (source, outliers) if isinstance(held, DeviceCache))  # not the method's
-        domains = tuple(episode.stream.domain for episode in self._episodes)
+        kept = sum(held.bytes for held in (source, self._outliers) if isinstance(held, DeviceCache))  # not the method's
+        domains = tuple(stream.domain for stream in self.streams)
         fresh = tuple(episode.reset for episode in self._episodes)
         result = Result(
             domains=domains,
@@ -162,7 +134,7 @@ class Course:
 
 
 class Table:
-    """The rows of a cell, made from many batches at a time: the same numbers in far fewer operations."""
+    """The rows of a cell, made from many batches at once: the same numbers in far fewer operations."""
 
     def __init__(self, objective: Objective) -> None:
         self._objective, self._parts = objective, list[Rows]()
@@ -188,7 +160,7 @@ class Table:
 
 
 class _Seen(NamedTuple):
-    """Of a batch."""
+    """What the rows of a batch are made from."""
 
     logits: Tensor
     valid: Tensor | None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -118,7 +120,15 @@ def load(
         std=chosen[1] if chosen else preprocess.std,
     )
     require(resize is None or resize >= size, "resize", resize, f"at least the image size, {size}")
-    return Model(name, module.eval(), preprocess, _count_classes(name, module, size))
+    try:
+        with torch.no_grad():
+            out = module.eval()(torch.zeros(2, 3, size, size))
+    except Exception as error:  # it may be anybody's code
+        raise ModelError(
+            f"{name} cannot be called with images of shape (2, 3, {size}, {size}): {first_line(error)}; give --image-size N, "
+            "the side of the images that it takes"
+        ) from error
+    return Model(name, module, preprocess, logits_of(out, 2).shape[1])
 
 
 def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
@@ -129,30 +139,12 @@ def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preproce
         return _embedded(name)
     if name == "keras-resnet50":
         return _keras_resnet50(name, checkpoint)
-    if kind == "timm" and rest:
-        return _timm(name, rest, checkpoint)
-    if kind == "torchvision" and rest:
-        return _torchvision(name, rest, checkpoint)
-    if kind == "hf" and rest:
-        return load_transformers(name, rest, checkpoint)
-    if kind == "open_clip" and rest:
-        return load_open_clip(name, rest, checkpoint)
+    zoos = {"timm": _timm, "torchvision": _torchvision, "hf": load_transformers, "open_clip": load_open_clip}
+    if kind in zoos and rest:
+        return zoos[kind](name, rest, checkpoint)
     if is_factory(name):
         return call_factory(name, checkpoint)
     raise unknown("model", name, DESCRIPTIONS)
-
-
-def _count_classes(name: str, module: nn.Module, size: int) -> int:
-    """Into how many classes a model sorts images: it is called once."""
-    try:
-        with torch.no_grad():
-            out = module(torch.zeros(2, 3, size, size))
-    except Exception as error:  # it may be anybody's code
-        raise ModelError(
-            f"{name} cannot be called with images of shape (2, 3, {size}, {size}): {first_line(error)}; give --image-size N, "
-            "the side of the images that it takes"
-        ) from error
-    return logits_of(out, 2).shape[1]
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -230,14 +222,8 @@ def _timm(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Modul
         arguments["pretrained_cfg_overlay"] = timm_weights(name, head) if head is not None else {}
     elif head is not None and (layer := state.get(f"{head.classifier}.weight")) is not None and layer.ndim:
         arguments["num_classes"] = len(layer)
-    try:
+    with _making(name, "timm", (TypeError, AssertionError)):
         module = timm.create_model(rest, pretrained=state is None, **(arguments | given))
-    except (TypeError, AssertionError) as error:
-        raise ModelError(f"timm cannot make {name}: {first_line(error)}; change its arguments") from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ModelError(
-            f"cannot get the pretrained weights of {name}: {first_line(error)}; with no network, give --checkpoint FILE"
-        ) from error
     if state is not None:
         put_weights(module, state, name, checkpoint)
     cfg = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
@@ -245,32 +231,35 @@ def _timm(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Modul
     return module, Preprocess(size, round(size / cfg["crop_pct"]), cfg["interpolation"], cfg["mean"], cfg["std"])
 
 
+@contextmanager
+def _making(name: str, library: str, wrong_arguments: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Within the block, what a library raises when it makes a model is a `ModelError`."""
+    try:
+        yield
+    except wrong_arguments as error:
+        raise ModelError(f"{library} cannot make {name}: {first_line(error)}; change its arguments") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"cannot get the pretrained weights of {name}: {first_line(error)}; with no network, give --checkpoint FILE"
+        ) from error
+
+
 def _torchvision(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     import torchvision.models as zoo
 
     rest, given = parse(spec)
-    if rest not in zoo.list_models(module=zoo):
-        raise unknown(
-            "model of torchvision",
-            rest,
-            zoo.list_models(module=zoo),
-            hint=". 'torchvision.models.list_models()' shows all",
-        )
+    names = zoo.list_models(module=zoo)
+    if rest not in names:
+        raise unknown("model of torchvision", rest, names, hint=". 'torchvision.models.list_models()' shows all")
     weights = zoo.get_model_weights(rest).DEFAULT
     transforms = weights.transforms()
     state = None if checkpoint is None else read_weights(checkpoint)
     if state is None:
         require_download(name, weights.url)
-    try:
+    with _making(name, "torchvision", (TypeError, ValueError)):
         module = zoo.get_model(rest, weights=weights if state is None else None, **given)
         if state is not None and (classes := head_size(module, state, len(weights.meta["categories"]))) is not None:
             module = zoo.get_model(rest, weights=None, **({"num_classes": classes} | given))
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"torchvision cannot make {name}: {first_line(error)}; change its arguments") from error
-    except (OSError, RuntimeError) as error:
-        raise ModelError(
-            f"cannot get the pretrained weights of {name}: {first_line(error)}; with no network, give --checkpoint FILE"
-        ) from error
     if state is not None:
         put_weights(module, state, name, checkpoint)
     return module, Preprocess(

@@ -257,16 +257,7 @@ def parse_together(text: str) -> int | None:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """`2/8` -> (2, 8): the third of eight parts of a plan.
-
-    Example:
-        >>> parse_shard("2/8")
-        (2, 8)
-        >>> parse_shard("8/8")
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: shard must be I/N with 0 <= I < N, such as 0/8 to 7/8, got '8/8'
-    """
+    """`2/8` -> (2, 8): the third of eight parts of a plan."""
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     number, count = map(int, found.groups()) if found else (0, 0)
     require(number < count, "shard", text, "I/N with 0 <= I < N, such as 0/8 to 7/8")
@@ -291,12 +282,7 @@ def _expanded(name: str, values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_hyper(text: str) -> tuple[str, str, Any]:
-    """`tent.lr=5e-4` -> ("tent", "lr", 0.0005).
-
-    Example:
-        >>> parse_hyper("sar.quirks=true")
-        ('sar', 'quirks', True)
-    """
+    """`tent.lr=5e-4` -> ("tent", "lr", 0.0005)."""
     target, equals, value = text.partition("=")
     method, dot, key = target.partition(".")
     if not (equals and dot and method and key and value):

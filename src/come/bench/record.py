@@ -16,7 +16,7 @@ from pydantic import Field, Strict, model_validator
 from torch import Tensor
 
 from come.bench.cell import Cell, Description, Text, Texts
-from come.bench.data.reading import reason
+from come.errors import one_line
 
 Rows = dict[str, Tensor]
 """One entry per sample in each of `COLUMNS`."""
@@ -128,18 +128,11 @@ class Failure(Description):
     @classmethod
     def of(cls, cell: Cell, error: Exception) -> Failure:
         """What an error says, on one line."""
-        return cls(cell=cell, reason=f"{type(error).__name__}: {reason(error)}")
+        return cls(cell=cell, reason=one_line(error, kind=True))
 
     def __str__(self) -> str:
         """On one line."""
         return f"{self.cell.title}: {self.reason}"
-
-
-def decoded(text: str, rows: Rows) -> Record:
-    """The record that `encoded` wrote, if it and the rows are what a report can rely on; else a ValueError that says why."""
-    record = Record(**json.loads(text))
-    _check_rows(record, rows)
-    return record
 
 
 def digest(text: str, rows: Rows) -> str:
@@ -152,7 +145,8 @@ def digest(text: str, rows: Rows) -> str:
     return found.hexdigest()
 
 
-def _check_rows(record: Record, rows: Rows) -> None:
+def check_rows(record: Record, rows: Rows) -> None:
+    """Raise a ValueError unless the rows of a record are what a report can rely on."""
     found = {name: column.dtype for name, column in rows.items()}
     if found != COLUMNS:
         wrong = next(name for name in (*COLUMNS, *found) if found.get(name) != COLUMNS.get(name))

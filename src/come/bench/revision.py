@@ -27,18 +27,17 @@ def _of_checkout() -> str | None:
     try:
         _git(
             "ls-files", "--error-unmatch", "version.py"
-        )  # a virtual environment may stand in the repository of something else
+        )  # a virtual environment may be in the repository of something else
         return _git("rev-parse", "HEAD").strip() + CHANGED * bool(_git("status", "--porcelain", "--", "."))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def _git(*arguments: str) -> str:
-    here = {
-        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
-    }  # a hook names its own repository
+    # a hook names its own repository
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(PACKAGE), *arguments]
-    return subprocess.run(command, env=here, capture_output=True, check=True, text=True, timeout=10).stdout
+    return subprocess.run(command, env=environment, capture_output=True, check=True, text=True, timeout=10).stdout
 
 
 def _of_installation() -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,22 +68,12 @@ _registry: Registry[Setting] = Registry("setting", entry_points="come.settings",
 
 
 def names() -> list[str]:
-    """Names of all settings, the paper's first.
-
-    Example:
-        >>> names()[:3]
-        ['standard', 'lifelong', 'open-world']
-    """
+    """Names of all settings, the paper's first: "standard", "lifelong", ..."""
     return _registry.names()
 
 
 def get(name: str) -> Setting:
-    """The setting of that name.
-
-    Example:
-        >>> get("lifelong").hyper
-        {'sar': {'recover_below': 0.0}}
-    """
+    """The setting of that name."""
     return _registry.get(name)
 
 
@@ -110,6 +100,16 @@ def samples(cell: Cell, source: Source) -> Sequence[int]:
 
 
 # ---- the paper's ----
+
+
+def _stream(
+    cell: Cell, domain: str, pairs: Iterable[tuple[int, int]], shifts: Iterable[tuple[str | None, int]], **more: Any
+) -> Stream:
+    """A stream of samples with different corruptions: indices, each with its place in `shifts`."""
+    pairs = tuple(pairs)
+    order, kinds = tuple(index for index, _ in pairs), tuple(kind for _, kind in pairs)
+    given = {"order": order, "kinds": kinds, "shifts": tuple(shifts), "domain": domain}
+    return Stream(data=cell.data, seed=cell.seed, **(given | more))
 
 
 def _shuffled(cell: Cell, source: Source, corruption: str | None, domain: str | None = None) -> Stream:
@@ -145,16 +145,8 @@ def _open_world(cell: Cell, source: Source, outliers: Source | None) -> Iterator
         unknown = [(i, OUTLIER) for i in shuffle(range(len(outliers)), cell.seed, "outliers")[:outside]]
         pool = known + unknown
         pairs = [pool[i] for i in shuffle(range(len(pool)), cell.seed, "mixture")]
-        stream = Stream(
-            data=cell.data,
-            order=tuple(i for i, _ in pairs),
-            shifts=((corruption, cell.level),),
-            kinds=tuple(kind for _, kind in pairs),
-            seed=cell.seed,
-            domain=prefix + short(cell.outliers),
-            outliers=cell.outliers,
-        )
-        yield Episode(stream, reset=True)
+        domain, shifts = prefix + short(cell.outliers), [(corruption, cell.level)]
+        yield Episode(_stream(cell, domain, pairs, shifts, outliers=cell.outliers), reset=True)
 
 
 def short(spec: str) -> str:
@@ -203,15 +195,8 @@ def _imbalanced(cell: Cell, source: Source, outliers: Source | None) -> Iterator
 def _mixed(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
     pairs = [(i, kind) for kind in range(len(cell.corruptions)) for i in samples(cell, source)]
     pairs = [pairs[i] for i in shuffle(range(len(pairs)), cell.seed)]
-    stream = Stream(
-        data=cell.data,
-        order=tuple(i for i, _ in pairs),
-        shifts=tuple((corruption, cell.level) for corruption in cell.corruptions),
-        kinds=tuple(kind for _, kind in pairs),
-        seed=cell.seed,
-        domain="mixed",
-    )
-    yield Episode(stream, reset=True)
+    shifts = [(corruption, cell.level) for corruption in cell.corruptions]
+    yield Episode(_stream(cell, "mixed", pairs, shifts), reset=True)
 
 
 def _in_distribution(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
@@ -233,10 +218,7 @@ def _gradual(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Ep
     kinds = tuple(level - 1 for level, part in zip(levels, parts, strict=True) for _ in part)
     for i, corruption in enumerate(cell.corruptions):
         shifts = tuple((corruption, level) for level in range(1, 6))
-        stream = Stream(
-            data=cell.data, order=tuple(order), shifts=shifts, kinds=kinds, seed=cell.seed, domain=corruption
-        )
-        yield Episode(stream, reset=i == 0)
+        yield Episode(_stream(cell, corruption, zip(order, kinds, strict=True), shifts), reset=i == 0)
 
 
 def _changing(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:
@@ -260,16 +242,10 @@ def _changing(cell: Cell, source: Source, outliers: Source | None) -> Iterator[E
         zip(cell.corruptions, (*cell.corruptions[1:], cell.corruptions[0]), strict=True)
     ):
         kinds = way.floor() + (torch.rand(cell.size, generator=draw, dtype=torch.float64) < way.frac())
-        stream = Stream(
-            data=cell.data,
-            order=tuple(shuffle(chosen, cell.seed, "pass", i)),
-            shifts=(*((first, last - k) for k in range(last)), (second, last)),
-            then=((None, last), *((second, k) for k in range(1, last)), (None, last)),
-            kinds=tuple(kinds.long().tolist()),
-            seed=cell.seed,
-            domain=f"{first} to {second}",
-        )
-        yield Episode(stream, reset=i == 0)
+        pairs = zip(shuffle(chosen, cell.seed, "pass", i), kinds.long().tolist(), strict=True)
+        shifts = (*((first, last - k) for k in range(last)), (second, last))
+        then = ((None, last), *((second, k) for k in range(1, last)), (None, last))
+        yield Episode(_stream(cell, f"{first} to {second}", pairs, shifts, then=then), reset=i == 0)
 
 
 def _recurring(cell: Cell, source: Source, outliers: Source | None) -> Iterator[Episode]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, sqrt
@@ -132,9 +132,8 @@ class Verdict:
     @property
     def change(self) -> Literal["better", "worse", "same"]:
         """The claim in one word."""
-        if self.claim == "better" or self.claim == "worse":
-            return self.claim
-        return "same"
+        claim = self.claim
+        return claim if claim == "better" or claim == "worse" else "same"
 
     @property
     def words(self) -> str:
@@ -152,10 +151,6 @@ class Verdict:
 
 
 def _signed(value: float) -> str:
-    """
-    >>> _signed(-0.04), _signed(1.25)
-    ('+0.0', '+1.2')
-    """
     return f"{round(value, 1) + 0.0:+.1f}"
 
 
@@ -210,7 +205,9 @@ def _sample(rows: Rows, score: str, outliers: str) -> Sample:
     weights, columns = _weights(index, kind < 0, outliers)
     counts = {"accuracy": int(inlier.sum())} | dict.fromkeys(by, int((~right).sum()))
     parts: dict[str, list[Floats]] = {metric: [] for metric in counts if metric in by or counts[metric]}
-    for some in _chunks(weights, len(label)):
+    step = max(1, AT_ONCE // len(label))
+    for begin in range(0, len(weights), step):
+        some = weights[begin : begin + step]
         for metric, confidence in confidences.items():
             parts[metric].append(resampled_fpr(confidence, right, some, columns))
         if "accuracy" in parts:
@@ -218,12 +215,6 @@ def _sample(rows: Rows, score: str, outliers: str) -> Sample:
     order = np.lexsort((label, index, kind))
     digest = hashlib.sha256(np.stack([kind, index, label]).astype(np.int64)[:, order].tobytes()).hexdigest()
     return Sample(len(label), digest, counts, {name: np.concatenate(part) for name, part in parts.items()})
-
-
-def _chunks(weights: npt.NDArray[np.uint8], size: int) -> Iterator[npt.NDArray[np.uint8]]:
-    step = max(1, AT_ONCE // size)
-    for begin in range(0, len(weights), step):
-        yield weights[begin : begin + step]
 
 
 def _share(part: npt.NDArray[np.uint8], whole: npt.NDArray[np.uint8]) -> Floats:

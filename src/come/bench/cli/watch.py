@@ -17,12 +17,13 @@ from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder, settings
+from come.bench.engines.progress import Progress
+from come.bench.engines.workload import effort
 from come.bench.protocols import Outcome
 from come.bench.record import Failure
 from come.bench.report import Table, rates_table, results_table, to_rich, without_sweeps, write_html, write_report
 from come.bench.report.findings import helped
 from come.bench.report.tables import averages, scores_note
-from come.bench.runner import Progress, effort
 from come.bench.statistics import Judged, verdicts
 from come.callbacks import Log
 from come.metrics import trajectory

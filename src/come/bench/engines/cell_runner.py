@@ -1,0 +1,215 @@
+"""Runs cells in this process, and keeps the adapter of one for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from come.adapter import Adapter, adapt
+from come.bench.cell import Cell
+from come.bench.engines.schedule import Ending, Finished, Refused
+from come.bench.engines.workload import adapter_key
+from come.bench.inputs import Inputs
+from come.bench.machine import ALONE, Jobs, Meter
+from come.bench.measure import CellRun, UnfitError
+from come.bench.record import Failure
+from come.bench.settings import Episode
+from come.errors import ComeError, InputError, ModelError, one_line
+from come.fleet import Fleet
+from come.guard import Event, Guard
+from come.methods import get as get_method
+from come.model.copies import ModelCopies
+
+FEW = 2**26
+"""Bytes of source images that are kept for the next method that asks for them."""
+
+
+class _Kept(NamedTuple):
+    """An adapter or a fleet that several cells use, one after the other."""
+
+    key: object
+    made: Any
+    events: list[Event]
+    """What its guards report."""
+    first: dict[str, Tensor]
+    """The state of the adapter when it was made."""
+
+
+class CellRunner:
+    """Runs cells with the model and the data of a plan. A copy of it runs cells in another process.
+
+    Args:
+        inputs: model and data.
+        device: where the model is.
+        workers: threads that decode images.
+    """
+
+    def __init__(self, inputs: Inputs, device: torch.device, workers: int) -> None:
+        self.inputs, self.device, self.workers = inputs, device, workers
+        self.jobs = ALONE
+        self.is_helper = False
+        """Whether other processes run the cells that this one cannot for want of memory."""
+        self._kept: _Kept | None = None
+        self._copies: ModelCopies | None = None
+        self._source_images: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which makes adapters of its own."""
+        return vars(self) | {"_kept": None, "_copies": None, "_source_images": None}
+
+    def move_to(self, device: str, jobs: Jobs) -> None:
+        """Get ready in a worker of a cluster: the model on its device, and the data looked at.
+
+        Raises:
+            InputError: the device or the data cannot be used there.
+        """
+        self.device, self.jobs = usable_device(device), jobs
+        self.inputs.model.module.to(self.device)
+        self.inputs.check_readable()
+        self.inputs.keep_images(self.device)
+
+    def check_methods(self, cells: Sequence[Cell]) -> dict[str, str]:
+        """Which methods cannot be run, and why, found by making each once and showing it a batch.
+
+        Raises:
+            InputError: none of them can.
+        """
+        preprocess, plan = self.inputs.model.preprocess, self.inputs.plan
+        smallest = min(_smallest_batch(episode, plan.batch_size) for episode in self.inputs.episodes(cells[-1]))
+        side, pixels = preprocess.size, torch.Generator().manual_seed(0)
+        images = torch.randint(256, (max(smallest, 2), 3, side, side), generator=pixels, dtype=torch.uint8)
+        batch = preprocess(images.to(self.device))
+        refused: dict[str, str] = {}
+        for cell in {cell.method: cell for cell in cells}.values():
+            try:
+                self._make_adapter(cell, [batch[:2]], False).check(batch[:smallest])
+            except (ModelError, InputError) as error:
+                refused[cell.method] = str(error)
+        if len(refused) == len(plan.methods):
+            raise InputError(next(iter(refused.values())))
+        return refused
+
+    def open(self, cell: Cell) -> CellRun:
+        """A cell that is about to run, with its streams."""
+        return CellRun(cell, self.inputs, self.device, self.workers)
+
+    def measure(self, cell: Cell, start: Callable[[CellRun], None], advance: Callable[[int], None]) -> Finished:
+        """Run a cell and write nothing; `start` is told when it begins, `advance` how many more samples are done."""
+        run = self.open(cell)
+        start(run)
+        adapter, events = self._adapter_for(cell)
+        return Finished(*run.run(adapter, Meter(self.device, self.jobs), events, advance), run.streams)
+
+    def attempt(self, cell: Cell, start: Callable[[CellRun], None], advance: Callable[[int], None]) -> Ending:
+        """Run a cell and say how that ended; errors that concern all cells are raised: of the data, or the folder."""
+        try:
+            return self.measure(cell, start, advance)
+        except UnfitError as error:
+            return Refused(str(error))
+        except ComeError:
+            raise
+        except Exception as error:
+            self.recover(error)
+            return Failure.of(cell, error)
+
+    def recover(self, error: Exception) -> None:
+        """Get ready for the next cell after one has failed; raises where this process cannot go on."""
+        self.release()
+        if self.is_helper and isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+            raise error  # with one process less, the others may have room for the cell
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # after some errors a GPU answers no more
+
+    def release(self) -> None:
+        """Close the adapter or the fleet."""
+        self._copies = ModelCopies.of(self.inputs.model.module)  # what was compiled is for the next one, too
+        if self._kept is not None:
+            self._kept.made.close()
+            self._kept = None
+
+    def fleet_for(self, key: object, cell: Cell, shared: dict[str, Any]) -> tuple[Fleet, list[Event]]:
+        """A fleet without streams for cells with that key and these hyperparameters, and what its guards report."""
+
+        def make(guard: bool | Guard) -> Fleet:
+            arguments = self._arguments(cell, self._source_batches) | shared
+            return Fleet(self.inputs.model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
+
+        kept = self._keep(("fleet", key), cell, make)
+        for name in kept.made.streams:
+            kept.made.close(name)
+        kept.events.clear()
+        return kept.made, kept.events
+
+    def _adapter_for(self, cell: Cell) -> tuple[Adapter, list[Event]]:
+        """The adapter of a cell: the last one in its first state, if it fits; EATA's Fisher matrix costs."""
+        last = self._kept
+        kept = self._keep(
+            ("adapter", adapter_key(cell)), cell, lambda guard: self._make_adapter(cell, self._source_batches, guard)
+        )
+        if kept is last:
+            # A reset would keep the guard's counters, and report what happened in the last batches of the cell before.
+            kept.made.load_state_dict(kept.first)
+            kept.events.clear()
+        return kept.made, kept.events
+
+    def _keep(self, key: object, cell: Cell, make: Callable[[bool | Guard], Adapter | Fleet]) -> _Kept:
+        """What was made last if it has that key, else what `make` returns."""
+        if self._kept is not None and self._kept.key != key:
+            self.release()
+        if self._kept is None:
+            events: list[Event] = []
+            try:
+                made = make(cell.guarded and Guard(on_event=events.append))
+            except ModelError as error:
+                raise UnfitError(str(error)) from error
+            self._kept = _Kept(key, made, events, made.state_dict() if isinstance(made, Adapter) else {})
+        return self._kept
+
+    def _make_adapter(self, cell: Cell, source: Iterable[Tensor], guard: bool | Guard) -> Adapter:
+        arguments = self._arguments(cell, source) | cell.hyper
+        return adapt(self.inputs.model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
+
+    def _arguments(self, cell: Cell, source: Iterable[Tensor]) -> dict[str, Any]:
+        """What the method of a cell is given beside its hyperparameters."""
+        offered = {
+            "source": source,
+            "normalization": self.inputs.model.preprocess.normalization,
+            "seed": cell.seed,
+            "statistics": cell.statistics,
+        }
+        known = get_method(cell.base).hyperparameters()
+        found = {name: value for name, value in offered.items() if name in known and value is not None}
+        for name in ("precision", "compile", "channels_last"):
+            if (value := getattr(cell, name)) != Cell.model_fields[name].default:
+                found[name] = value
+        return found
+
+    @property
+    def _source_batches(self) -> Iterable[Tensor]:
+        found = self._source_images
+        if found is None:
+            assert self.inputs.clean is not None
+            found = self.inputs.clean.source_images(self.inputs.plan.source_size)
+            self._source_images = found if found.numel() <= FEW else None
+        for images in torch.split(found, 64):
+            yield self.inputs.model.preprocess(images.to(self.device))
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name, or an `InputError` if there is none."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device {name!r} cannot be used here ({one_line(error, first=True)}); use cpu, or cuda on a GPU machine"
+        ) from error
+    return device
+
+
+def _smallest_batch(episode: Episode, batch_size: int) -> int:
+    size, length = episode.batch_size or batch_size, len(episode.stream)
+    return min(size, length % size or size, length)
