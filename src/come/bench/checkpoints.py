@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
-        raise ModelError(f"cannot read the checkpoint {path}: {first_line(error)}") from error
+        raise ModelError(f"cannot read the checkpoint {path}: {one_line(error, first=True)}") from error
     except Exception as error:  # torch.load raises whatever its unpickler met
-        raise ModelError(f"{path} is not a checkpoint of plain tensors: {first_line(error)}") from error
+        raise ModelError(f"{path} is not a checkpoint of plain tensors: {one_line(error, first=True)}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -59,7 +58,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     try:
         return {key: v.float() if v.is_floating_point() else v for key, v in state.items()}
     except (RuntimeError, MemoryError) as error:  # NotImplementedError is a RuntimeError: numbers of four bits
-        raise ModelError(f"{path} holds numbers that cannot be made float32: {first_line(error)}") from error
+        raise ModelError(f"{path} holds numbers that cannot be made float32: {one_line(error, first=True)}") from error
 
 
 def put_weights(module: nn.Module, state: dict[str, Tensor], name: str, path: str | Path | None) -> None:
@@ -85,9 +84,6 @@ def head_size(module: nn.Module, state: dict[str, Tensor], classes: int) -> int 
         if found.shape != own.shape and found.shape[1:] == own.shape[1:]
     }
     return sizes.pop() if len(sizes) == 1 else None
-
-
-first_line = partial(one_line, first=True)
 
 
 def _check_archive(path: Path) -> None:

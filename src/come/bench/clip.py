@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from come.bench.checkpoints import first_line, put_weights, read_weights
+from come.bench.checkpoints import put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.reading import read_regular
-from come.errors import ConfigError, ModelError, missing, unknown
+from come.errors import ConfigError, ModelError, missing, one_line, unknown
 from come.integrations.open_clip import zero_shot
 from come.registry import parse
 
@@ -56,13 +56,13 @@ def load_open_clip(name: str, spec: str, checkpoint: str | Path | None) -> tuple
     try:
         text = read_regular(Path(str(file)).expanduser(), MAX_CLASSES).decode()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the classes of {name}: {first_line(error)}") from error
+        raise ConfigError(f"cannot read the classes of {name}: {one_line(error, first=True)}") from error
     try:
         with torch.random.fork_rng(devices=[]):
             model = zoo.create_model(place, pretrained=None if checkpoint is not None else tag, **given)
     except Exception as error:  # of open_clip, of the Hub, or of code that both call
         raise ModelError(
-            f"open_clip cannot make {name}: {first_line(error)}; with no network, give --checkpoint FILE"
+            f"open_clip cannot make {name}: {one_line(error, first=True)}; with no network, give --checkpoint FILE"
         ) from error
     if checkpoint is not None:
         put_weights(model, read_weights(checkpoint), name, checkpoint)

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
+from come.bench.checkpoints import head_size, put_weights, read_weights
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import hub_file
-from come.errors import ModelError, missing, shown
+from come.errors import ModelError, missing, one_line, shown
 from come.registry import parse
 from come.state.hub import explained
 
@@ -61,7 +61,8 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
                     module = zoo.AutoModelForImageClassification.from_config(config)
         except Exception as error:  # of transformers, of the Hub, or of code that both call
             raise ModelError(
-                f"transformers cannot make {name}: {first_line(error)}; name an image classifier, and arguments that it has"
+                f"transformers cannot make {name}: {one_line(error, first=True)}; name an image classifier, and "
+                "arguments that it has"
             ) from error
         if absent := sorted(found.get("missing_keys", ())):
             raise ModelError(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from come.bench.checkpoints import first_line, head_size, put_weights, read_weights
+from come.bench.checkpoints import head_size, put_weights, read_weights
 from come.bench.clip import load_open_clip
 from come.bench.data.embedded import KNOWN
 from come.bench.data.preprocess import Preprocess
@@ -23,7 +23,7 @@ from come.bench.downloads import require_download, timm_weights
 from come.bench.factories import call_factory, is_factory
 from come.bench.hub import load_transformers
 from come.bench.record import digest
-from come.errors import ConfigError, ModelError, require, unknown
+from come.errors import ConfigError, ModelError, one_line, require, unknown
 from come.model.inputs import logits_of
 from come.registry import parse
 
@@ -125,8 +125,8 @@ def load(
             out = module.eval()(torch.zeros(2, 3, size, size))
     except Exception as error:  # it may be anybody's code
         raise ModelError(
-            f"{name} cannot be called with images of shape (2, 3, {size}, {size}): {first_line(error)}; give --image-size N, "
-            "the side of the images that it takes"
+            f"{name} cannot be called with images of shape (2, 3, {size}, {size}): {one_line(error, first=True)}; give "
+            "--image-size N, the side of the images that it takes"
         ) from error
     return Model(name, module, preprocess, logits_of(out, 2).shape[1])
 
@@ -215,7 +215,9 @@ def _timm(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Modul
     try:
         head = timm.get_pretrained_cfg(rest, allow_unregistered=False)
     except RuntimeError as error:
-        raise ModelError(f"timm has no such weights: {first_line(error)}; leave the tag after the point out") from error
+        raise ModelError(
+            f"timm has no such weights: {one_line(error, first=True)}; leave the tag after the point out"
+        ) from error
     state = None if checkpoint is None else read_weights(checkpoint)
     arguments: dict[str, Any] = {}
     if state is None:
@@ -237,10 +239,13 @@ def _making(name: str, library: str, wrong_arguments: tuple[type[Exception], ...
     try:
         yield
     except wrong_arguments as error:
-        raise ModelError(f"{library} cannot make {name}: {first_line(error)}; change its arguments") from error
+        raise ModelError(
+            f"{library} cannot make {name}: {one_line(error, first=True)}; change its arguments"
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(
-            f"cannot get the pretrained weights of {name}: {first_line(error)}; with no network, give --checkpoint FILE"
+            f"cannot get the pretrained weights of {name}: {one_line(error, first=True)}; with no network, give "
+            "--checkpoint FILE"
         ) from error
 
 

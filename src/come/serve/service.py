@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from come.abstain import Promise, labelled
-from come.errors import ConfigError, InputError, require, require_int, require_number, shown
+from come.errors import ConfigError, InputError, one_line, require, require_int, require_number, shown
 from come.fleet import Fleet
 from come.method import Step
 from come.methods import DEFAULT
@@ -162,7 +162,7 @@ class Service:
         except ConfigError:
             raise
         except Exception as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = one_line(error, first=True)
             raise ConfigError(
                 f"the model does not take samples of shape {self.shape} in {self.dtype}: {said}"
             ) from error

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 
-from come.errors import ComeError, warn
+from come.errors import ComeError, one_line, warn
 from come.model.copies import room
 from come.model.inputs import Inputs
 from come.state.trees import leaves, like, replace, signature
@@ -72,7 +72,7 @@ class CompiledSteps:
             raise
         except (NotCapturable, RuntimeError) as reason:
             undo(run.written)
-            self._no_graph(step, str(reason).strip().splitlines()[0])
+            self._no_graph(step, one_line(reason, first=True))
             return self._compiled(step, compute, run)
         step.seed(run)
         return self._graphs[key].replay(given, x, run.written)
@@ -134,7 +134,7 @@ class CompiledSteps:
             undo(run.written)
             self._say(
                 step,
-                f"torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}); not compiled",
+                f"torch.compile failed ({one_line(error, kind=True, first=True)}); not compiled",
             )
             self._works = False
             model.compiled = False

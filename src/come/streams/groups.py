@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from come.errors import ComeError, ConfigError
+from come.errors import ComeError, ConfigError, one_line
 from come.guard.watch import Sent, to_host
 from come.method import Method, Step
 from come.model.inputs import Inputs, logits_of
@@ -145,7 +145,7 @@ class Groups:
             if "vmap" not in str(error):
                 raise
             raise ConfigError(
-                f"{engine.method.name} cannot run for many streams at once: {str(error).strip().splitlines()[0]}; use one "
+                f"{engine.method.name} cannot run for many streams at once: {one_line(error, first=True)}; use one "
                 "adapter for each stream"
             ) from error
 

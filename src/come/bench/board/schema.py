@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, Field, Strict, ValidationError
 
 from come.bench.cell import PLAINER, Count, Description, Seed, Text
-from come.bench.data.reading import read_regular, reason
+from come.bench.data.reading import read_regular
 from come.bench.protocols import Sha256
 from come.bench.record import Amount
-from come.errors import ComeError, ConfigError, InputError, shown
+from come.errors import ComeError, ConfigError, InputError, one_line, shown
 from come.state.files import replacing, unwritable
 from come.version import __version__
 
@@ -193,7 +193,7 @@ def read_json(path: Path) -> Any:
         return json.loads(read_regular(path, LARGEST))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            f"cannot read {path}: {reason(error)}; give a JSON file that 'come protocol submit' wrote"
+            f"cannot read {path}: {one_line(error)}; give a JSON file that 'come protocol submit' wrote"
         ) from error
 
 

@@ -12,7 +12,7 @@ import typer
 
 import come
 from come.bench.cli import bench, demo, doctor, lists, protocol, reports, reproduce, serve
-from come.errors import ComeError, printable
+from come.errors import ComeError, one_line, printable
 
 __all__ = ["app", "main"]
 
@@ -71,8 +71,7 @@ def main() -> None:
             _fail(str(error), 2)
         if hasattr(error, "format_message"):  # typer's word on wrong options
             _fail(error.format_message(), 2)
-        first = str(error).splitlines()[0] if str(error) else ""
-        _fail(f"{type(error).__name__}: {first}; --debug shows more", 1)
+        _fail(f"{one_line(error, kind=True, first=True)}; --debug shows more", 1)
     if code == 130:
         _fail("interrupted; finished cells are kept: run the same command to go on", 130)
     if code:

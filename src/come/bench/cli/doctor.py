@@ -32,13 +32,12 @@ from torch import nn
 
 import come
 from come.bench import models
-from come.bench.checkpoints import first_line
 from come.bench.cli.options import Debug, Json
 from come.bench.data.embedded import FashionSource
 from come.bench.data.source import Loaded
 from come.bench.data.store import room
 from come.bench.downloads import no_answer
-from come.errors import pip_install
+from come.errors import one_line, pip_install
 from come.model.copies import Precision
 
 EXTRAS = {
@@ -110,10 +109,10 @@ def _vision() -> Checks:
         except ModuleNotFoundError as error:
             yield Check(name, "failed", f"{error.name} is missing", pip_install("bench"))
         except Exception as error:
-            if first_line(error) == failed:
+            if one_line(error, first=True) == failed:
                 yield Check(name, "failed", "needs torchvision")
             else:
-                failed = first_line(error)
+                failed = one_line(error, first=True)
                 yield Check(name, "failed", f"does not fit torch {torch.__version__}: {failed}", matching)
         else:
             yield Check(name, "ok", f"{module.__version__}, imports", facts={"version": module.__version__})
@@ -171,7 +170,7 @@ def _devices() -> Checks:
         says = f"{about.name}, {_size(total)} ({_size(free)} free), capability {facts['capability']}"
         yield Check(f"cuda:{i}", "ok", says, facts=facts)
     if not count:
-        why = f": {first_line(said[0].message)}" if said else ""  # type: ignore[arg-type]
+        why = f": {one_line(said[0].message, first=True)}" if said else ""  # type: ignore[arg-type]
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         yield Check("cuda", "note", f"no GPU{why}; {built}")
     if torch.backends.mps.is_available():
@@ -193,7 +192,7 @@ def _steps() -> Checks:
                 words.append(f"{precision} {1000 * seconds:.0f} ms")
                 facts[precision] = {"loss": loss, "seconds": seconds}
             except Exception as error:
-                words.append(f"{precision} fails: {first_line(error)}")
+                words.append(f"{precision} fails: {one_line(error, first=True)}")
                 failures.append(precision)
         status: Status = "failed" if "float32" in failures else "note" if failures else "ok"
         yield Check(f"{device} step", status, f"tent + come, {', '.join(words)}", facts=facts)
@@ -336,7 +335,7 @@ def _checked(name: str, part: Callable[[], Checks]) -> Checks:
     try:
         yield from part()
     except Exception as error:
-        yield Check(name, "failed", f"{type(error).__name__}: {first_line(error)}")
+        yield Check(name, "failed", f"{type(error).__name__}: {one_line(error, first=True)}")
 
 
 def doctor(json_: Json = False, debug: Debug = False) -> None:

@@ -20,7 +20,7 @@ from come.bench.cli.options import Debug, Device, option, with_preprocessing
 from come.bench.data import open_source
 from come.bench.data.streams import shuffle
 from come.bench.plan import typed
-from come.errors import ConfigError, missing
+from come.errors import ConfigError, missing, one_line
 from come.methods import DEFAULT
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def serve(
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"no device {device!r}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"no device {device!r}: {one_line(error, first=True)}") from error
     settings: dict[str, Any] = {
         **{"method": method, "objective": objective, "adapt": adapt, "dtype": dtype},
         **{"state": state, "write_every": write_every, "tenants": tenants, "resident": resident, "labels": labels},

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from come.bench.data.reading import as_input_error, read_regular, reason
-from come.errors import InputError, printable, shown
+from come.bench.data.reading import as_input_error, read_regular
+from come.errors import InputError, one_line, printable, shown
 
 LONGEST = 2**24  # bytes of a file with the names of classes
 FIRST = 3  # classes that `in_order` names before the last one
@@ -55,7 +55,7 @@ def _from_json(text: str, path: str | Path) -> list[str]:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"cannot read the classes {path}: not JSON ({reason(error)}); fix it, or write text"
+            f"cannot read the classes {path}: not JSON ({one_line(error)}); fix it, or write text"
         ) from error
     if isinstance(found, dict):
         found = found.get("id2label", found)

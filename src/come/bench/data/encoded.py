@@ -14,9 +14,9 @@ from torch import Tensor
 
 from come.bench.data.decoding import MAX_BYTES, decode
 from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import read_regular, reason, stay_inside
+from come.bench.data.reading import read_regular, stay_inside
 from come.bench.data.source import Loaded, Source
-from come.errors import InputError, require_int, unknown
+from come.errors import InputError, one_line, require_int, unknown
 from come.registry import parse
 
 OnBadImage = Literal["raise", "skip"]
@@ -98,8 +98,8 @@ class EncodedSource(Source):
             except Exception as error:  # decoders raise anything
                 if self.on_bad_image == "raise":
                     raise InputError(
-                        f"cannot read {self._called(index, corruption, severity)}: {reason(error)}; fix or remove it, or pass "
-                        "--on-bad-image skip"
+                        f"cannot read {self._called(index, corruption, severity)}: {one_line(error)}; fix or remove it, or "
+                        "pass --on-bad-image skip"
                     ) from error
         side = self.preprocess.size
         stacked = torch.stack(images) if images else torch.empty(0, 3, side, side, dtype=torch.uint8)

@@ -11,10 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from come.bench.checkpoints import first_line
 from come.bench.data.encoded import EncodedSource, place_and_options
 from come.bench.downloads import no_answer
-from come.errors import ComeError, ConfigError, InputError, pip_install, unknown
+from come.errors import ComeError, ConfigError, InputError, one_line, pip_install, unknown
 
 OPTIONS = ("split", "image", "label", "classes", "config", "revision", "streaming")
 """What may follow a name, as KEY=VALUE."""
@@ -195,7 +194,7 @@ def _reading(name: str, place: str) -> Iterator[Any]:
                 f"cannot reach the Hub for {name} ({silence}), and it is not in the cache; give hf:FOLDER, which save_to_disk "
                 "wrote, or try again with a network"
             ) from error
-        why = first_line(error.__cause__ or error).rstrip(".")
+        why = one_line(error.__cause__ or error, first=True).rstrip(".")
         raise InputError(
             f"datasets cannot open {name}: {why}; change its options, or save it with save_to_disk and give that folder"
         ) from error

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from come.errors import InputError
+from come.errors import InputError, one_line
 
 IMAGE_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 # Without O_NONBLOCK, opening a pipe that replaced the file after the check would block.
@@ -41,17 +41,6 @@ def require_regular(path: str | Path) -> None:
         raise OSError("it is not a regular file")
 
 
-def reason(error: BaseException) -> str:
-    """What went wrong, in one short printable line.
-
-    Example:
-        >>> reason(FileNotFoundError(2, "No such file or directory", "a.json")), reason(ValueError("no\\nway"))
-        ('No such file or directory', 'no way')
-    """
-    text = getattr(error, "strerror", None) or " ".join(str(error).split())[:300] or type(error).__name__
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 @contextmanager
 def as_input_error(failure: str, repair: str) -> Iterator[None]:
     """Turn any error, since damaged files raise anything, into an `InputError` with the failure, the reason and the repair.
@@ -68,7 +57,7 @@ def as_input_error(failure: str, repair: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{failure}: {reason(error)}; {repair}") from error
+        raise InputError(f"{failure}: {one_line(error)}; {repair}") from error
 
 
 def data_folder(path: str) -> Path:

@@ -14,9 +14,9 @@ from typing import Any
 
 from come.bench.data.decoding import MAX_BYTES
 from come.bench.data.encoded import EncodedSource, place_and_options
-from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, reason, require_regular
+from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, require_regular
 from come.bench.data.tars import Header
-from come.errors import ConfigError, InputError, pip_install, shown
+from come.errors import ConfigError, InputError, one_line, pip_install, shown
 
 OPTIONS = ("image", "label", "classes")  # what may follow the shards, as KEY=VALUE
 MAX_SHARDS = 100_000
@@ -128,7 +128,7 @@ def _label(shard: Path, key: str, parts: dict[str, Part], wanted: str) -> int:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"the label of sample {shown(key)} of {shard} must be an integer in {ending}{field and f', field {field!r}'}, got "
-            f"{reason(error)}; name another with label=ENDING or label=json.FIELD"
+            f"{one_line(error)}; name another with label=ENDING or label=json.FIELD"
         ) from error
     return found
 

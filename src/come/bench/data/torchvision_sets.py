@@ -11,9 +11,9 @@ from torch import Tensor
 
 from come.bench.data.decoding import quiet
 from come.bench.data.preprocess import Preprocess
-from come.bench.data.reading import as_input_error, reason
+from come.bench.data.reading import as_input_error
 from come.bench.data.source import DatasetSource, Loaded
-from come.errors import InputError, unknown
+from come.errors import InputError, one_line, unknown
 
 _PICKLE = "torchvision unpickles a file beside it, which could run anything; give its images as folder:PATH"
 NOT_OPENED = {
@@ -72,7 +72,7 @@ def _open(kind: str, root: str) -> Any:
             continue
         except Exception as error:  # of damaged files, or of a missing package
             raise InputError(
-                f"torchvision's {kind} is not in {root} ({reason(error)}); download it there first, "
+                f"torchvision's {kind} is not in {root} ({one_line(error)}); download it there first, "
                 f"or name the folder: torchvision:{kind}:PATH"
             ) from error
     raise InputError(f"torchvision's {kind} cannot be opened as a classification data set")
