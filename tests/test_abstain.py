@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import pickle
 import re
@@ -490,7 +491,10 @@ def test_the_benchmark_of_the_page_runs(monkeypatch, capsys):
     script = Path(__file__).parents[1] / "benchmarks" / "abstain.py"
     options = ["--data", "fashion:240", "--corruptions", "contrast", "--severities", "5", "--risks", "0.1,0.001"]
     monkeypatch.setattr(sys, "argv", [str(script), *options])
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        logging.disable(logging.NOTSET)  # the script logs nothing
     out = capsys.readouterr().out
     assert "risk=0.001 with delta=0.1 needs at least" in out
     assert "Risk, promised 10.0" in out

@@ -43,10 +43,8 @@ Callback = Callable[["Adapter", Step], None]
 class Adapter(LikeModel):
     """A classifier that adapts while it predicts. `come.adapt` makes one; it is called in place of the model.
 
-    The model itself is not changed: adapted weights live in the adapter, in float32 or better, and stand in the place of the
-    model's own while a step runs. Between steps the model is as it was handed in. Dropout and drop-path are off in a step.
-
-    Threads take turns. A step in which anything fails, or that is interrupted, has not happened.
+    The model is not changed: adapted weights live in the adapter, in float32 or better, and replace the model's own only while a
+    step runs. Dropout and drop-path are off. Threads take turns. A step that fails or is interrupted has not happened.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -195,6 +193,7 @@ class Adapter(LikeModel):
             InputError: no or too few samples, wrong labels, or a risk that no threshold has.
 
         Example:
+            >>> import torch
             >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3))
             >>> classifier = adapt(model, "tent")
             >>> promise = classifier.calibrate([torch.randn(8, 4) for _ in range(5)], coverage=0.9)
@@ -391,6 +390,7 @@ class Adapter(LikeModel):
             ConfigError: a file of another kind, or no example.
 
         Example:
+            >>> import torch
             >>> model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
             >>> classifier, x = adapt(model, "tent", statistics="batch"), torch.randn(8, 4)
             >>> _ = classifier(x)
@@ -479,6 +479,7 @@ def adapt(
         ModelError: a model with nothing to adapt.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 3))
         >>> classifier = adapt(model, "sar", objective="come", lr=1e-3)
         >>> classifier(torch.randn(8, 4)).shape
