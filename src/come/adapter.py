@@ -43,8 +43,8 @@ Callback = Callable[["Adapter", Step], None]
 class Adapter(LikeModel):
     """A classifier that adapts while it predicts. `come.adapt` makes one; it is called in place of the model.
 
-    The model is not changed: adapted weights live in the adapter, in float32 or better, and replace the model's own only while a
-    step runs. Dropout and drop-path are off. Threads take turns. A step that fails or is interrupted has not happened.
+    The model is not changed: adapted weights live in the adapter, in float32 or better, and replace the model's own only while
+    a step runs. Dropout and drop-path are off. Threads take turns. A step that fails or is interrupted has not happened.
     """
 
     def __init__(self, engine: Engine) -> None:

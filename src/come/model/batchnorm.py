@@ -110,7 +110,7 @@ def normalize(
         if source is None:
             raise InputError(f"a BatchNorm layer {WITHOUT_STATISTICS}")
         x32 = at_least_float32(x)
-        y = F.batch_norm(x32, *(value.to(x32) for value in source), None, None, False, 0.0, eps)
+        y = F.batch_norm(x32, source[0].to(x32), source[1].to(x32), None, None, False, 0.0, eps)
         return _affine(y, weight, bias, groups).to(x.dtype)
     if used is None and reduce is None:
         scale_and_shift = None
