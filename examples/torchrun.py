@@ -66,6 +66,7 @@ def run(folder: Path) -> None:
         print(
             f"{ranks} ranks, {ranks * BATCH} samples a step: accuracy {before:.1%} without, {after:.1%} with adaptation"
         )
+    dist.barrier()  # no rank ends while another still talks to it
     dist.destroy_process_group()
 
 
