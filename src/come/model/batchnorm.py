@@ -156,15 +156,15 @@ def moments(x: Tensor, eps: float = 0.0, used: Tensor | None = None, groups: int
         used: (B,) bool: of these samples, or of all of a part that has none.
         groups: how many parts.
     """
-    if used is not None:
+    if used is not None or groups > 1:
         parts = at_least_float32(x).reshape(groups, len(x) // groups, x.shape[1], -1)
+    if used is not None:
         chosen = used.reshape(groups, -1)
         counted = (chosen | ~chosen.any(dim=1, keepdim=True)).to(parts.dtype)[:, :, None, None]
         total = counted.sum(dim=(1, 3)) * parts.shape[3]
         mean = (parts * counted).sum(dim=(1, 3)) / total
         return mean, ((parts - mean[:, None, :, None]).square() * counted).sum(dim=(1, 3)) / total
     if groups > 1:
-        parts = at_least_float32(x).reshape(groups, len(x) // groups, x.shape[1], -1)
         var, mean = torch.var_mean(parts, dim=(1, 3), correction=0)
         return mean, var
     if x.is_cuda and not torch.compiler.is_compiling() and _channels_last(x):  # `var_mean` takes three times as long

@@ -73,9 +73,8 @@ class Engine:
         """Of the source model, see `come.state.saving`."""
         self._per_sample = per_sample
         self.lock = ModelLock(model)
-        self.lock.run(
-            lambda: self._begin(mode or Mode())
-        )  # while another adapter's step runs, other weights are in the model
+        # Locked, since other weights are in the model while another adapter's step runs.
+        self.lock.run(lambda: self._begin(mode or Mode()))
         for name in self.method.once:
             if hasattr(self.method, name):
                 setattr(self.method, name, None)
@@ -191,10 +190,9 @@ class Engine:
 
     def batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], state: StreamState, check: Callable[[], None]
-    ) -> tuple[Inputs, slice | None]:
-        """The batch, checked; on several ranks the batch of all of them, and which samples of it came from this one."""
-        if self.ranks is None:
-            return self.model.read(args, kwargs), None
+    ) -> tuple[Inputs, slice]:
+        """On several ranks: the batch of all of them, checked, and which samples of it came from this one."""
+        assert self.ranks is not None
         decided = f"{bits(state.weights)} {'' if state.watch is None else state.watch.decisions}"
 
         def read() -> Inputs:

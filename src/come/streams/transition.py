@@ -131,7 +131,7 @@ class StackedTransition:
 
     def __call__(self, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> StepOutput:
         """The step of all streams."""
-        core, inner = self._inner(_refuse if run.count is None else self._generator)
+        core, inner = self._inner(_refuse if run.count is None else self._generators())
 
         def one(given: StepInput, x: Inputs) -> StepOutput:
             mine = core
@@ -145,16 +145,21 @@ class StackedTransition:
 
     def answer(self, flags: StepFlags, given: StepInput, x: Inputs) -> Step:
         """Logits (n, b, K) without adapting, and which samples could be answered (n, b)."""
-        core, inner = self._inner(self._generator)
+        core, inner = self._inner(self._generators())
         return cast(Step, over(lambda given, x: core.answer(flags, given, x, inner), given, x))
 
     def _inner(self, generator: Callable[[int], torch.Generator]) -> tuple[Transition, Run]:
         return replace(self.core, model=StackedModel(self.model)), Run(None, generator, [])
 
-    def _generator(self, i: int) -> torch.Generator:
-        """The random numbers of stream i, as an adapter of its own would have them."""
-        count, method = self.streams[i]
-        return torch.Generator(self.model.device).manual_seed(self.core.seed_of(count, method))
+    def _generators(self) -> Callable[[int], torch.Generator]:
+        """Gives the random numbers of stream i, as an adapter of its own would have them."""
+        own = torch.Generator(self.model.device)
+
+        def begin(i: int) -> torch.Generator:
+            count, method = self.streams[i]
+            return own.manual_seed(self.core.seed_of(count, method))
+
+        return begin
 
 
 def _refuse(i: int) -> torch.Generator:
