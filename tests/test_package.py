@@ -84,10 +84,19 @@ def test_other_names_are_no_attributes():
 ROOMS = {"images", "model", "state", "step", "streams"}  # folders whose modules have a place each
 LAYERS = [
     ["errors", "seeds", "state.trees", "streams.rendezvous", "model.locks", "version"],
-    ["images.augment", "images.normalization", "model.heads", "model.inputs", "model.interface", "optim"],
+    [
+        "images.augment",
+        "images.geometry",
+        "images.normalization",
+        "model.heads",
+        "model.inputs",
+        "model.interface",
+        "model.positions",
+        "optim",
+    ],
     ["corruptions", "registry", "select", "state.files", "state.hub", "theory"],
     ["model.batchnorm", "model.parameters", "objectives", "streams.names", "streams.spill", "streams.vmap"],
-    ["guard", "metrics", "model.ranks", "streams.norms"],
+    ["abstain_by_image", "guard", "metrics", "model.ranks", "streams.norms"],
     ["abstain", "model.copies"],
     ["model.functional"],
     ["step.context"],

@@ -67,8 +67,8 @@ class Fleet:
         folder: where streams go that are not resident, while the fleet lives: into a folder of its own in this one, which
             must exist. To keep states use `save`.
         guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
-        precision, compile, channels_last, per_sample: as in `come.adapt`. Each number of streams and of samples is compiled by
-            itself, so that pays where these repeat.
+        precision, compile, channels_last, per_sample, class_dim: as in `come.adapt`. Each number of streams and of samples is
+            compiled by itself, so that pays where these repeat.
         **hyperparameters: what the method takes; of all streams, see `open` for one.
 
     Example:
@@ -93,6 +93,7 @@ class Fleet:
         compile: bool = False,
         channels_last: bool = False,
         per_sample: Sequence[Name] | None = None,
+        class_dim: int = 1,
         **hyperparameters: Any,
     ) -> None:
         names = checked_names(streams)
@@ -114,6 +115,7 @@ class Fleet:
             compile=compile,
             channels_last=channels_last,
             per_sample=per_sample,
+            class_dim=class_dim,
             **hyperparameters,
         )
         self._groups = Groups(self._engine)
@@ -160,7 +162,7 @@ class Fleet:
         inputs = engine.model.read((x,))
         rows = self._ready(streams, inputs.size)
         first = any(self._state(name).state is None for name in rows)
-        engine.method.check(engine.context(engine.first(), inputs.size), inputs, first)
+        engine.method.check(engine.context(engine.first(), inputs.size), inputs.for_model(), first)
         parts, events = [], list[tuple[str, Event]]()
         for name, mine in rows.items():
             state, said = engine.begun(self._state(name))
@@ -192,8 +194,8 @@ class Fleet:
         return out._replace(abstain=self._abstains(out.logits, calibrated)) if calibrated else out
 
     def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(logits)
+        """How little is known of each answer, (B, K, *P) -> (B, *P) in [0, 1]; to abstain, `calibrate` a threshold."""
+        return self._engine.objective.uncertainty(self._engine.classes_last(logits))
 
     @exclusive
     def confidence(self, logits: Tensor, streams: Any, valid: Tensor | None = None) -> Tensor:
@@ -203,7 +205,8 @@ class Fleet:
             for name, rows in self._ready(streams, len(logits)).items():
                 known = self._state(name).abstention
                 by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(rows)
-            found = at_least_float32(logits).new_zeros(len(logits))
+            logits = self._engine.classes_last(logits)
+            found = at_least_float32(logits).new_zeros(logits.shape[:-1])
             for score, rows in by_score.items():
                 at = index(rows, logits.device)
                 good = None if valid is None else valid[at]
@@ -243,12 +246,13 @@ class Fleet:
 
     @exclusive
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
-        """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
+        """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool; `streams` as in `step`."""
         with untracked():
             return self._abstains(logits, self._ready(streams, len(logits)))
 
     def _abstains(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
-        found = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        logits = self._engine.classes_last(logits)
+        found = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
         for name, mine in rows.items():
             at, known = index(mine, logits.device), self._state(name).abstention
             if known is None:

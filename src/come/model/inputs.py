@@ -248,12 +248,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def answered(logits: Tensor) -> Tensor:
-    """Which samples (B,) have usable logits: no NaN, no +inf, not all -inf. A class masked by -inf is fine.
+    """Which of logits (..., K) are usable, (...,): no NaN, no +inf, not all -inf. A class masked by -inf is fine.
 
     >>> answered(torch.tensor([[0.0, -torch.inf], [torch.nan, 0.0], [-torch.inf, -torch.inf]]))
     tensor([ True, False, False])
     """
-    most = logits.amax(dim=1)  # propagates NaN, and is -inf only if all are
+    most = logits.amax(dim=-1)  # propagates NaN, and is -inf only if all are
     return (most - most) == 0  # finite, in fewer operations
 
 
@@ -276,8 +276,8 @@ def logits_of(out: Any, batch: int, class_dim: int = 1) -> Tensor:
     if not known or logits.shape[0] != batch or not logits.is_floating_point() or logits.shape[class_dim] < 2:
         where = "" if class_dim == 1 else f" in dimension {class_dim} (class_dim)"
         raise InputError(
-            f"the model must return floating-point logits of shape ({batch}, K) or ({batch}, K, ...) with K >= 2{where} for a "
-            f"batch of {batch}, got {logits.dtype} of shape {tuple(logits.shape)}"
+            f"the model must return floating-point logits of shape ({batch}, K) with K >= 2{where} for a batch of {batch}, got "
+            f"{logits.dtype} of shape {tuple(logits.shape)}; axes of positions, such as pixels, come behind these"
         )
     if not logits.numel():
         raise InputError(f"the logits of the model have no position, got shape {tuple(logits.shape)}")

@@ -62,7 +62,7 @@ def parts(rows: Tensor) -> Iterator[slice]:
 
 
 def by_rows(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
-    """A function of rows, (..., K) -> (...,), in parts: `function(*logits)` without its memory; all logits of one shape.
+    """A function of rows, (..., K) -> (...,), in parts: `function(*logits)` with less memory.
 
     >>> x = torch.zeros(30_000, 40, requires_grad=True)
     >>> by_rows(lambda z: z.exp().sum(dim=-1), x).sum().backward()

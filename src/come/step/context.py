@@ -183,6 +183,10 @@ class Context:
                 )
             self.valid = self.valid & ~self._ignore.reshape(-1).to(self.valid.device)
 
+    def count_valid(self) -> Tensor:
+        """0-d: how many samples have a row that may drive an update."""
+        return anywhere(self.valid, self.positions or ()).sum()
+
     @property
     def dense(self) -> bool:
         """Whether the logits have several positions, which are no samples of their own: classes come as images have them."""

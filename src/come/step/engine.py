@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from come import methods, optim
-from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored, usable
-from come.errors import CollapseError, ConfigError, ModelError, shown
+from come.abstain import Abstention, Promise, Wanted, abstains, by_image, followed, scored, usable
+from come.errors import CollapseError, ConfigError, ModelError, require, shown
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
 from come.method import Method, Step
@@ -48,6 +48,7 @@ class Engine:
         mode: precision, memory format, compiled or not.
         ranks: the processes that share the stream, or None.
         per_sample: arguments of the model with one entry per sample, see `come.model.inputs.Arguments`.
+        class_dim: the dimension of the model's logits that holds the classes.
     """
 
     model: FunctionalModel
@@ -61,6 +62,7 @@ class Engine:
         mode: Mode | None = None,
         ranks: Ranks | None = None,
         per_sample: Collection[Key] | None = None,
+        class_dim: int = 1,
     ) -> None:
         if ranks is not None:
             ranks.check_model(model, method.name, method.undivided)
@@ -71,7 +73,14 @@ class Engine:
         """What `calibrate` promised."""
         self.fingerprint: dict[str, Any] = {}
         """Of the source model, see `come.state.saving`."""
-        self._per_sample = per_sample
+        self._per_sample, self._class_dim = per_sample, class_dim
+        good = isinstance(class_dim, int) and not isinstance(class_dim, bool) and class_dim != 0
+        require(
+            good,
+            "class_dim",
+            class_dim,
+            "a dimension of the logits, such as 1 or -1, and not 0, which holds the samples",
+        )
         self.lock = ModelLock(model)
         # Locked, since other weights are in the model while another adapter's step runs.
         self.lock.run(lambda: self._begin(mode or Mode()))
@@ -92,6 +101,7 @@ class Engine:
         channels_last: bool,
         ranks: Ranks | None = None,
         per_sample: Collection[Key] | None = None,
+        class_dim: int = 1,
         **hyperparameters: Any,
     ) -> Engine:
         """From the arguments of `come.adapt`."""
@@ -105,7 +115,7 @@ class Engine:
                 f"{', '.join(hyperparameters)} cannot be combined with a Method instance; pass it to {type(method).__name__}()"
             )
         mode = Mode(precision, compile, channels_last)
-        return cls(model, method, Guard() if guard is True else guard or None, mode, ranks, per_sample)
+        return cls(model, method, Guard() if guard is True else guard or None, mode, ranks, per_sample, class_dim)
 
     def _begin(self, mode: Mode) -> None:
         with untracked():
@@ -119,7 +129,9 @@ class Engine:
     def _bind(self, select: Selector, mode: Mode) -> None:
         """Make what belongs to this model and this process; a copy makes it anew."""
         method = self.method
-        self.model = FunctionalModel(self.user_model, select, method.name, method.descends, mode, self._per_sample)
+        self.model = FunctionalModel(
+            self.user_model, select, method.name, method.descends, mode, self._per_sample, self._class_dim
+        )
         rule = None
         if self.model.parameters:
             rule = optim.get(method.optimizer, self.model.split, self.model.join)
@@ -186,6 +198,10 @@ class Engine:
         """Whether this process writes files and logs: on several ranks the first one."""
         return self.ranks is None or self.ranks.writes
 
+    def classes_last(self, logits: Tensor) -> Tensor:
+        """Logits in the shape of the model's, (B, K) or (B, K, *P), as (B, *P, K)."""
+        return logits if logits.ndim < 3 else logits.movedim(self.model.class_dim, -1)
+
     # ---- batches ----
 
     def batch(
@@ -227,7 +243,7 @@ class Engine:
             self.transition.seed(run)
             found = self.model.borrow(lambda: self.transition(flags, given, x, run))
         later = self.ended(state, flags, found, size)
-        out, (later,) = self.abstaining([later], found.out, size)
+        out, (later,) = self.abstaining([later], found.out, size, x.ignore)
         return later, out, events
 
     def answer(self, state: StreamState, x: Inputs) -> Step:
@@ -261,7 +277,9 @@ class Engine:
             found.weights, found.moments, found.state, state.count + 1, watch, selected, state.abstention
         )
 
-    def abstaining(self, states: list[StreamState], out: Step, size: int) -> tuple[Step, list[StreamState]]:
+    def abstaining(
+        self, states: list[StreamState], out: Step, size: int, ignore: Tensor | None = None
+    ) -> tuple[Step, list[StreamState]]:
         """Mark the answers to abstain from, and move thresholds that follow; streams of one promise, `size` samples each."""
         known = [state.abstention for state in states if state.abstention is not None]
         if not known:
@@ -270,10 +288,13 @@ class Engine:
         own = [one.threshold for one in known if one.threshold is not None]
         thresholds = torch.stack(own) if own else None
         by_sample = None if thresholds is None else thresholds.repeat_interleave(size)
-        abstain = abstains(promise, self.objective, out.logits, by_sample, out.valid)
+        logits = self.classes_last(out.logits)
+        abstain = abstains(promise, self.objective, logits, by_sample, out.valid)
         if thresholds is not None:
-            counted = usable(out.logits, out.valid)
-            moved = followed(promise, thresholds, abstain.view(-1, size), counted.view(-1, size)).detach()
+            counted = usable(logits, out.valid)
+            counted = counted if ignore is None else counted & ~ignore.to(counted.device)
+            share, counted = by_image(abstain, counted) if counted.ndim > 1 else (abstain, counted)
+            moved = followed(promise, thresholds, share.view(-1, size), counted.view(-1, size)).detach()
             parts = zip(states, moved.unbind(0), strict=True)
             states = [replace(state, abstention=Abstention(promise, value.clone())) for state, value in parts]
         return out._replace(abstain=abstain), states
@@ -375,8 +396,15 @@ class Engine:
     def calibrated(self, data: Iterable[Any], wanted: Wanted) -> Promise:
         """The promise that source data allows: the source model answers it, each rank by itself; the first rank's holds."""
         first = self.first()
+
+        def answer(x: Any) -> Step:
+            batch = self.model.read((x,))
+            out = self.answer(first, batch)
+            counted = None if batch.ignore is None else ~batch.ignore.to(self.device)
+            return out._replace(logits=self.classes_last(out.logits), used=counted)
+
         with self._undivided():
-            scores, wrong = scored(data, lambda x: self.answer(first, self.model.read((x,))), self.objective, wanted)
+            scores, wrong = scored(data, answer, self.objective, wanted)
         if self.ranks is not None:
             scores, wrong = self.ranks.first(scores), None if wrong is None else self.ranks.first(wrong)
         return wanted.promise(scores, wrong)

@@ -42,6 +42,11 @@ class Group(NamedTuple):
     x: Inputs
 
     @property
+    def ignore(self) -> Tensor | None:
+        """Of all samples: positions that drive nothing."""
+        return None if self.x.ignore is None else self.x.ignore.flatten(0, 1)
+
+    @property
     def rows(self) -> list[int]:
         """Their rows of the batch."""
         return [row for part in self.parts for row in part.rows]
@@ -83,7 +88,7 @@ class Groups:
         steps = list[tuple[list[int], Step]]()
         for group, output in found:
             later = self._ended(group, output)
-            out, later = self._engine.abstaining(later, _flat(output.out), group.size)
+            out, later = self._engine.abstaining(later, _flat(output.out), group.size, group.ignore)
             states |= {part.name: state for part, state in zip(group.parts, later, strict=True)}
             steps.append((group.rows, out))
         return states, in_order(steps, x.size)
