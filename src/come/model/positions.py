@@ -116,9 +116,8 @@ class _InParts(torch.autograd.Function):
                 own = [v[cut].detach().requires_grad_(want) for v, want in zip(rows, wanted, strict=True)]
                 out = ctx.function(*own)
             known = [(o, g) for o, g in zip(out, (gradients[0][cut], gradients[1]), strict=True) if o.requires_grad]
-            slopes = torch.autograd.grad(
-                *zip(*known, strict=True), [v for v in own if v.requires_grad], allow_unused=True
-            )  # type: ignore[arg-type]
+            outputs, slopes_out = zip(*known, strict=True)
+            slopes = torch.autograd.grad(outputs, [v for v in own if v.requires_grad], slopes_out, allow_unused=True)
             for place, slope in zip([f for f in found if f is not None], slopes, strict=True):
                 if slope is not None:
                     place[cut] = slope
