@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import InputError
-from come.model.inputs import at_least_float32
+from come.model.inputs import WITHOUT_STATISTICS, at_least_float32
 
 if TYPE_CHECKING:
     from come.model.ranks import Part
@@ -36,11 +36,6 @@ class Layer(NamedTuple):
     part: Part | None = None
     """Where a batch is divided over ranks, this rank's part of it: statistics are of all parts."""
 
-
-WITHOUT_STATISTICS = (
-    "got one value per channel and has no running statistics; use a larger batch or a BatchNorm with "
-    "track_running_stats=True"
-)
 
 StatisticsRule = Literal["batch", "mixed", "source"]
 """The rule by name: what the batch's statistics count for."""
