@@ -117,12 +117,14 @@ def observe(
     z, chances = at_least_float32(logits), counts.new_zeros(1)
     if closely:
         chances = ((z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all())[None]
-    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, logits, usable, weights, source)])
+    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, z, usable, weights, source)])
 
 
-def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
-    """The six signals of a batch, (6,) float64, on the device: means over the `usable` samples; arguments as in `observe`."""
-    z = at_least_float32(logits)
+def measure(objective: Objective, z: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
+    """The six signals of a batch, (6,) float64, on the device: means over the `usable` samples.
+
+    From logits z (B, K) in float32 or better; the other arguments are those of `observe`.
+    """
     count = usable.sum().clamp_min(1)
     mass = objective.log_mass(z)  # once for entropy and u
     chances = mass.exp()

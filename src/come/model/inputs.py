@@ -46,8 +46,9 @@ class Inputs(NamedTuple):
     @property
     def size(self) -> int:
         """Number of samples."""
-        for value in self.per_sample():
-            return value.shape[0]
+        for key, value in self.items():
+            if key in self.samples:
+                return len(value)
         given = ", ".join(type(value).__name__ for value in self.values()) or "nothing"
         raise InputError(f"the batch holds no tensor with a batch dimension, got {given}; pass a tensor (B, ...)")
 

@@ -168,8 +168,9 @@ class Transition:
             keep, weights, moments = self.model.fused(kept)(
                 ctx.ok, ctx.valid, ctx.weights.detach(), given.weights, ctx.moments, given.moments
             )
-            ctx.keep_where(keep)
             state = chosen(keep, ctx.state, given.state or {})
+            if ctx.written:
+                ctx.keep_where(keep)
         detached = Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
         return StepOutput(weights, moments, state, detached, history, sums, signals, ctx.selected)
 
@@ -189,7 +190,7 @@ class Transition:
         history = given.history
         if self.guard is not None and history is not None:
             x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input, self.model.may_branch)
-            valid = valid.to(self.model.device)
+            valid = valid.to(given.weights.device)
         else:
             valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
         return self.context(flags, given, valid, run), x, history
