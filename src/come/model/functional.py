@@ -35,7 +35,7 @@ from come.select import BATCH_NORMS, Selector, is_norm
 from come.streams.norms import Block
 
 if TYPE_CHECKING:
-    from come.model.ranks import Part, Ranks
+    from come.model.ranks import RankRows, Ranks
 
 T = TypeVar("T")
 LOSS_SCALE = 256.0
@@ -110,7 +110,7 @@ class FunctionalModel:
         """Whether calls use `torch.compile`; set for the length of a step."""
         self.ranks: Ranks | None = None
         """The processes that calls of the model are divided over."""
-        self.part: Part | None = None
+        self.rank_rows: RankRows | None = None
         """What this one computes of the call under way, if it is divided."""
         self._built_from: tuple[Any, ...] = ()
         """The model's weights and buffers at the last step."""
@@ -235,7 +235,7 @@ class FunctionalModel:
     def layers(self) -> list[Layer]:
         """The BatchNorm layers with the source's statistics."""
         found = cast("Iterable[nn.BatchNorm2d]", self.norms.values())
-        return [Layer(m, i, m.running_mean, m.running_var, self.part) for i, m in enumerate(found)]
+        return [Layer(m, i, m.running_mean, m.running_var, self.rank_rows) for i, m in enumerate(found)]
 
     def borrow(self, call: Callable[..., T], *args: Any) -> T:
         """Call something that runs the model: with gradients on, in evaluation mode; the model is restored afterwards."""
@@ -365,13 +365,13 @@ class FunctionalModel:
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
         if statistics is None or not self.norms:
             return "source"
-        if self.part is not None or not (isinstance(statistics, BatchStatistics) and statistics.plain):
+        if self.rank_rows is not None or not (isinstance(statistics, BatchStatistics) and statistics.plain):
             return None
         return "batch" if statistics.of_batch_alone and self._by_torch(batch) else "mixed"
 
     def _by_torch(self, batch: int) -> bool:
         """Whether torch's BatchNorm in training mode can normalize such a batch by itself."""
-        return batch > 1 and not self._synchronized and self.part is None
+        return batch > 1 and not self._synchronized and self.rank_rows is None
 
     def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> ModelCopy:
         """The model as it is run, made when it is first needed."""
