@@ -477,7 +477,7 @@ def adapt(
         >>> classifier(torch.randn(8, 4)).shape
         torch.Size([8, 3])
     """
-    engine = Engine.of(
+    engine = Engine(
         model,
         method,
         objective=objective,

@@ -103,7 +103,7 @@ class Fleet:
             )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
-        self._engine = Engine.of(
+        self._engine = Engine(
             model,
             method,
             objective=objective,

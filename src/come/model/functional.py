@@ -145,14 +145,21 @@ class FunctionalModel:
         return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
 
     def split(self, weights: Tensor) -> list[Tensor]:
-        """The vector (P,) -> a view for each adapted parameter."""
-        if not self._room:
-            return []
+        """The vector (P,), or those of streams (n, P) -> a view for each adapted parameter."""
         found = []
-        for part, shape in zip(torch.split(weights, self._room), self.shapes.values(), strict=True):
-            part = part if len(part) == shape.numel() else part[: shape.numel()]
-            found.append(part if part.shape == shape else part.view(shape))
+        for part, shape in zip(
+            torch.split(weights, self._room, dim=-1) if self._room else (), self.shapes.values(), strict=True
+        ):
+            part = part if part.shape[-1] == shape.numel() else part[..., : shape.numel()]
+            found.append(part if part.shape == shape else part.view(*weights.shape[:-1], *shape))
         return found
+
+    def _given(self, weights: Tensor) -> list[Tensor]:
+        """The same in the types of the parameters."""
+        return [
+            part if part.dtype == p.dtype else part.to(p.dtype)
+            for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
+        ]
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
         """The vector (P,) as tensors by parameter name."""
@@ -165,14 +172,6 @@ class FunctionalModel:
     def largest(self) -> float:
         """How large a weight may be, with room to spare: in half precision an overflow is near."""
         return min((torch.finfo(p.dtype).max / 1e3 for p in self.parameters.values()), default=torch.inf)
-
-    def split_streams(self, weights: Tensor) -> list[Tensor]:
-        """The vectors (n, P) -> (n, ...) for each adapted parameter."""
-        parts = torch.split(weights, self._room, dim=-1) if self._room else ()
-        return [
-            part[..., : p.numel()].reshape(*weights.shape[:-1], *p.shape).to(p.dtype)
-            for part, p in zip(parts, self.parameters.values(), strict=True)
-        ]
 
     @torch.no_grad()
     def overwrite(self, weights: Tensor) -> None:
@@ -279,10 +278,7 @@ class FunctionalModel:
             statistics: what BatchNorm normalizes by, see `come.model.batchnorm`.
             hooks: functions that register a hook and return its handle; they last for this call.
         """
-        values = [
-            part if part.dtype == p.dtype else part.to(p.dtype)
-            for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
-        ]
+        values = self._given(weights)
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         rule = None if hooks or self.plain or self._stand_ins.uncopied else self._rule_of(statistics, x.size)
         share = statistics.share if isinstance(statistics, BatchStatistics) else None
@@ -303,7 +299,7 @@ class FunctionalModel:
             weights: for each block (n, P), or (P,) if they are the same for all of its streams.
             blocks: which streams.
         """
-        parts = [self.split_streams(values) for values in weights]
+        parts = [self._given(values) for values in weights]
         values: list[Any] = parts[0] if len(parts) == 1 else [list(column) for column in zip(*parts, strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         try:

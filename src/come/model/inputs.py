@@ -248,12 +248,16 @@ def answered(logits: Tensor) -> Tensor:
     return (most - most) == 0  # finite, in fewer operations
 
 
+def unchecked_logits(out: Any) -> Any:
+    """What stands for the logits in what a model returned; None if nothing does."""
+    if isinstance(out, Mapping) and "logits" in out:
+        return out["logits"]
+    return out if isinstance(out, Tensor) else getattr(out, "logits", None)
+
+
 def logits_of(out: Any, batch: int) -> Tensor:
     """The logits (B, K) in what a model returned, checked."""
-    if isinstance(out, Mapping) and "logits" in out:
-        logits = out["logits"]
-    else:
-        logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    logits = unchecked_logits(out)
     if not isinstance(logits, Tensor):
         raise InputError(
             f"the model must return a tensor (B, K) or an object with `logits`, got {type(out).__name__}; wrap the model "

@@ -42,13 +42,7 @@ expected to cost less than a forward and a backward of all."""
 class Engine:
     """A method on a model under a guard, with all that does not change from step to step.
 
-    Args:
-        model: the user's classifier; it is not changed.
-        method: what adapts; the engine keeps a copy.
-        guard: or None.
-        mode: precision, memory format, compiled or not.
-        ranks: the processes that share the stream, or None.
-        per_sample: arguments of the model with one entry per sample, see `come.model.inputs.Arguments`.
+    The arguments are those of `come.adapt`; `method` is copied, `ranks` are the processes that share the stream, or None.
     """
 
     model: FunctionalModel
@@ -56,33 +50,6 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
-        method: Method,
-        guard: Guard | None = None,
-        mode: Mode | None = None,
-        ranks: Ranks | None = None,
-        per_sample: Collection[Key] | None = None,
-    ) -> None:
-        if ranks is not None:
-            ranks.check_model(model, method.name, method.undivided)
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-        self.user_model, self.method, self.guard, self.ranks = model, copy.copy(method), guard, ranks
-        self.promise: Promise | None = None
-        """What `calibrate` promised."""
-        self.fingerprint: dict[str, Any] = {}
-        """Of the source model, see `come.state.saving`."""
-        self._per_sample = per_sample
-        self.lock = ModelLock(model)
-        # Locked, since other weights are in the model while another adapter's step runs.
-        self.lock.run(lambda: self._begin(mode or Mode()))
-        for name in self.method.once:
-            if hasattr(self.method, name):
-                setattr(self.method, name, None)
-
-    @classmethod
-    def of(
-        cls,
         model: nn.Module,
         method: str | type[Method] | Method,
         *,
@@ -94,8 +61,7 @@ class Engine:
         ranks: Ranks | None = None,
         per_sample: Collection[Key] | None = None,
         **hyperparameters: Any,
-    ) -> Engine:
-        """From the arguments of `come.adapt`."""
+    ) -> None:
         if not isinstance(guard, (bool, Guard)):
             raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
         hyperparameters |= {} if objective is None else {"objective": objective}
@@ -106,7 +72,23 @@ class Engine:
                 f"{', '.join(hyperparameters)} cannot be combined with a Method instance; pass it to {type(method).__name__}()"
             )
         mode = Mode(precision, compile, channels_last)
-        return cls(model, method, Guard() if guard is True else guard or None, mode, ranks, per_sample)
+        if ranks is not None:
+            ranks.check_model(model, method.name, method.undivided)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+        self.user_model, self.method, self.ranks = model, copy.copy(method), ranks
+        self.guard = Guard() if guard is True else guard or None
+        self.promise: Promise | None = None
+        """What `calibrate` promised."""
+        self.fingerprint: dict[str, Any] = {}
+        """Of the source model, see `come.state.saving`."""
+        self._per_sample = per_sample
+        self.lock = ModelLock(model)
+        # Locked, since other weights are in the model while another adapter's step runs.
+        self.lock.run(lambda: self._begin(mode))
+        for name in self.method.once:
+            if hasattr(self.method, name):
+                setattr(self.method, name, None)
 
     def _begin(self, mode: Mode) -> None:
         with untracked():
