@@ -25,14 +25,12 @@ from come.method import Method, Step
 from come.methods import DEFAULT
 from come.model.copies import Precision
 from come.model.inputs import at_least_float32
-from come.model.locks import ModelLock, exclusive
+from come.model.locks import exclusive, untracked
 from come.objectives import Objective
 from come.state import saving
 from come.state.trees import replace
-from come.step.context import untracked
 from come.step.engine import Engine
-from come.step.events import report
-from come.step.state import StreamState
+from come.step.transition import StreamState
 from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, names_of_samples, read_index, write_folder
 from come.streams.store import Residency, Stream
@@ -106,7 +104,7 @@ class Fleet:
             )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
-        self._engine = Engine.of(
+        self._engine = Engine(
             model,
             method,
             objective=objective,
@@ -130,10 +128,6 @@ class Fleet:
         self._residency.check_room(len(names), {})
         for name in names:
             self.open(name)
-
-    @property
-    def _lock(self) -> ModelLock:
-        return self._engine.lock
 
     @exclusive
     @untracked()
@@ -265,7 +259,7 @@ class Fleet:
             if event.kind == "probabilities" and event.kind in self._warned:  # of the model, not of the stream: once
                 continue
             details = event.details | {"stream": name}
-            failed = report(self._engine, [event._replace(message=f"stream {name}: {event.message}", details=details)])
+            failed = self._engine.report([event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
             if (
@@ -274,7 +268,7 @@ class Fleet:
                 and isinstance(stream.state, StreamState)
                 and stream.state.watch is not None
             ):
-                state = replace(stream.state, watch=stream.state.watch.counted(failed))
+                state = stream.state._replace(watch=stream.state.watch.counted(failed))
                 self._streams = self._streams | {name: replace(stream, state=state)}
 
     # ---- streams ----

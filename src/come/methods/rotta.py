@@ -151,7 +151,7 @@ class RoTTA(Method):
                 self._update(ctx, x)
                 used[entered] = True
             begin = end
-        return Step(logits, entropy, by_position(used.to(images.device), ctx.positions or ()) & ctx.valid)
+        return Step(logits, entropy, by_position(used.to(images.device), ctx.positions) & ctx.valid)
 
     def _summary(self, ctx: Context, logits: Tensor, doubt: Tensor) -> tuple[list[int], list[float]]:
         """The class and the uncertainty of each image: with positions the class of most of them, and the mean."""
@@ -175,7 +175,7 @@ class RoTTA(Method):
         def score(age: int, entropy: float) -> float:
             return self.age_weight / (1 + math.exp(-age / self.capacity)) + self.doubt_weight * entropy
 
-        valid = anywhere(ctx.valid, ctx.positions or ()).tolist()
+        valid = anywhere(ctx.valid, ctx.positions).tolist()
         for i in (i for i in samples if valid[i]):
             size = Counter(k for k in labels if k >= 0)
             if size[label[i]] >= self.capacity / classes:
@@ -214,7 +214,7 @@ class RoTTA(Method):
         with torch.no_grad():
             target = self._forward(ctx, x.with_image(memory), "teacher", self.alpha)
         student = self._forward(ctx, x.with_image(self.normalization.inputs(view)), "student", self.alpha)
-        freshness = by_position(torch.sigmoid(-age), ctx.positions or ())
+        freshness = by_position(torch.sigmoid(-age), ctx.positions)
         ctx.descend((freshness * self.objective.consistency(student, target)).mean())
         ctx.state["teacher"] = torch.lerp(ctx.state["teacher"], ctx.weights.detach(), self.nu)
 
