@@ -213,9 +213,11 @@ class Engine:
         return later, out, events
 
     def answer(self, state: StreamState, x: Inputs) -> Step:
-        """Logits and which samples are valid, without adapting."""
+        """Logits, which samples are valid, and which answers to abstain from, without adapting."""
         run = Run(state.count, self.generator, [])
-        return self.model.borrow(self.transition.answer, self.flags(state), self.given(state, x.size), x, run)
+        size = x.size
+        out = self.model.borrow(self.transition.answer, self.flags(state), self.given(state, size), x, run)
+        return self.abstaining([state], out, size)[0]
 
     def begun(self, state: StreamState) -> tuple[StreamState, list[Event]]:
         """The state with which a step begins: forgotten if that is due, and with pending guard signals read."""
