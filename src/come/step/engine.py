@@ -284,9 +284,9 @@ class Engine:
     def given(self, state: StreamState, size: int) -> StepInput:
         """The tensors that a step of one stream begins with."""
         watch, weights = state.watch, state.weights
-        key = (size, watch and watch.scale, self.method.lr, weights.dtype, weights.device)
+        key = (self.rate(state, size, self.method), weights.dtype, weights.device)
         if self._rate is None or self._rate[0] != key:
-            self._rate = key, weights.new_full((), self.rate(state, size, self.method))
+            self._rate = key, weights.new_full((), key[0])
         given = StepInput(weights, state.moments, state.state, self._rate[1])
         if watch is None or self.guard is None:
             return given
