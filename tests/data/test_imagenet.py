@@ -12,7 +12,7 @@ from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import Preprocess, open_source
 from come.bench.data.decoding import decode
 from come.bench.data.imagenet import SHIFTED, places
-from come.bench.subset import Chosen, restricted
+from come.bench.models import Chosen, restricted
 
 SMALL = Preprocess(size=8, resize=8)
 WNIDS = [name for name in places() if name.startswith("n")]
