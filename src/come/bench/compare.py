@@ -11,6 +11,7 @@ The p-values of all rows are corrected together (Benjamini and Hochberg): of the
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +26,32 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unlike
 from come.bench.report.tables import STYLES
-from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, called, compared, corrected, gathered
+from come.bench.statistics import (
+    AVERAGE,
+    METRICS,
+    ONE_SEED,
+    Claim,
+    Verdict,
+    Verdicts,
+    called,
+    compared,
+    corrected,
+    gathered,
+)
 from come.errors import InputError
 
 VARIED = frozenset(
     {"model", *models.OPTIONS, "classes", "guard", "hyper", "source_data", "source_size", "size", "replay", "weights"}
 )
 """Fields of a cell that may differ between two runs that are compared."""
+
+CLAIMS: dict[Claim, str] = {
+    "better": "better",
+    "worse": "worse",
+    "no difference found": "without a difference",
+    "not comparable": "not comparable",
+}
+"""In the summary below the table."""
 
 Identity = tuple[Any, ...]
 
@@ -138,37 +158,26 @@ def _differing(before: Iterable[Record], after: Iterable[Record]) -> list[str]:
 
 
 def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[RenderableType]:
-    """The comparison for a terminal: a table, its summary, what differed, costs.
-
-    Args:
-        everything: also rows without a difference.
-    """
+    """The comparison for a terminal: a table, also of rows without a difference if asked, its summary, what differed, costs."""
     changes = comparison.changes
     shown = [c for c in changes if everything or any(v.found or v.reason for v in c.verdicts.values())]
     parts: list[RenderableType] = [_table(shown, comparison.score)] if shown else []
     for metric in METRICS:
-        verdicts = [c.verdicts[metric] for c in changes if metric in c.verdicts]
-        if not verdicts:
-            continue
-        counts = {word: sum(v.change == word for v in verdicts) for word in ("better", "worse")}
-        refused = sum(bool(v.reason) for v in verdicts)
-        same = len(verdicts) - sum(counts.values()) - refused
-        text = (
-            f"{counts['better']} better, {counts['worse']} worse, {same} without a difference, {refused} not comparable"
-        )
-        parts.append(Text(f"{called(metric, comparison.score)}: {text}, of {len(verdicts)} rows"))
+        counts = Counter(c.verdicts[metric].claim for c in changes if metric in c.verdicts)
+        if counts:
+            text = ", ".join(f"{counts[claim]} {words}" for claim, words in CLAIMS.items())
+            parts.append(Text(f"{called(metric, comparison.score)}: {text}, of {counts.total()} rows"))
     if any(v.found and len(v.by_seed) == 1 for c in changes for v in c.verdicts.values()):
         parts.append(Text(ONE_SEED))
     parts += [Text(f"differs: {text}") for text in comparison.differing]
-    if any(comparison.alone):
-        parts.append(
-            Text(f"left out: {comparison.alone[0]} cells of the first run only, {comparison.alone[1]} of the second")
-        )
+    first, second = comparison.alone
+    if first or second:
+        parts.append(Text(f"left out: {first} cells of the first run only, {second} of the second"))
     note = (
         "Intervals are 95%, of one row alone, from resampled images; verdicts are corrected for the number of rows: of those "
         "that are called better or worse, at most 5% are expected to be false."
     )
-    return [*parts, *_costs(comparison), Text(note, "dim")]
+    return [*parts, _costs(comparison), Text(note, "dim")]
 
 
 def changes_as_json(comparison: Comparison) -> str:
@@ -210,9 +219,9 @@ def _table(changes: Sequence[Change], score: str) -> RichTable:
     return table
 
 
-def _costs(comparison: Comparison) -> list[RenderableType]:
+def _costs(comparison: Comparison) -> RenderableType:
     if comparison.unlike:
-        return [Text(f"Costs are not compared: {comparison.unlike}.")]
+        return Text(f"Costs are not compared: {comparison.unlike}.")
     table = RichTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for head in ("method", "ms per image", "times", "peak MB", "times"):
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=head != "method")
@@ -222,4 +231,4 @@ def _costs(comparison: Comparison) -> list[RenderableType]:
         for before, after, form in (times, (a.memory_mb, b.memory_mb, ".0f")):
             cells += [f"{before:{form}} → {after:{form}}", f"{after / before:.2f}" if before else "·"]
         table.add_row(Text(f"{method} + {objective}"), *cells)
-    return [table]
+    return table

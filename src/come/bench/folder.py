@@ -62,20 +62,15 @@ Read = TypeVar("Read", bound=Description)
 
 
 class RunFolder:
-    """The results of a plan on disk.
+    """The results of a plan on disk, in a folder that is made if it is not there; `StateError` if it is something else's.
 
-    Args:
-        path: the folder; made if it is not there.
-        read_only: only look; the folder must be a run, and need not be writable.
-
-    Raises:
-        StateError: the folder belongs to another version, to something else, or cannot be written.
+    One that is `read_only` must be a run, and need not be writable.
     """
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
-        names = ("cells", "streams", "locks", "failed", "protocols")
-        self.cells, self.streams, self.locks, self.failed, self.protocols = (self.path / name for name in names)
+        self._parts = [self.path / name for name in ("cells", "streams", "locks", "failed", "protocols")]
+        self.cells, self.streams, self.locks, self.failed, self.protocols = self._parts
         if read_only:
             self._check()
             return
@@ -129,7 +124,7 @@ class RunFolder:
                 f"{self.path} was written by come {str(found.get('come'))[:40]}, this is {__version__}: numbers of two "
                 "versions are not mixed; choose another folder with --out"
             )
-        for folder in (self.cells, self.streams, self.locks, self.failed, self.protocols):
+        for folder in self._parts:
             if folder.is_symlink():
                 raise StateError(f"{folder} is a symbolic link; a run folder holds its own: choose another with --out")
 
@@ -212,25 +207,27 @@ class RunFolder:
 
     def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
         """Records with the metrics that follow from their rows under a score, of `come.metrics.SCORES`."""
-        return [record if record.result.score == score else self._rescored(record, score) for record in records]
 
-    def _rescored(self, record: Record, score: str) -> Record:
-        result = record.result
-        metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
-        return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
+        def rescored(record: Record) -> Record:
+            result = record.result
+            metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
+            return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
+
+        return [record if record.result.score == score else rescored(record) for record in records]
 
     def write(self, record: Record, rows: Rows) -> None:
         """Store a finished cell, whole or not at all."""
         text = record.encoded()
         rows = {name: column.contiguous() for name, column in rows.items()}
+        # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
+        data = save(rows, {"record": text, "sha256": digest(text, rows)})
         with _replacing(self.file(record.key), f"cell {record.key} to {self.path}") as beside:
-            # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
-            beside.write_bytes(save(rows, {"record": text, "sha256": digest(text, rows)}))
+            beside.write_bytes(data)
 
     def write_failure(self, failure: Failure) -> None:
         """Note that a cell failed."""
-        path = self.failure_file(failure.cell.key)
-        with _replacing(path, f"the failure of cell {failure.cell.key} to {self.path}") as beside:
+        key = failure.cell.key
+        with _replacing(self.failure_file(key), f"the failure of cell {key} to {self.path}") as beside:
             beside.write_text(json.dumps(failure.model_dump(), sort_keys=True) + "\n")
 
     def write_outcome(self, outcome: Outcome) -> None:

@@ -41,11 +41,7 @@ class UnfitError(ComeError):
 class CellRun:
     """A cell that is being run: its streams, its batches in order, the rows so far, and at the end its record.
 
-    Args:
-        cell: which one.
-        inputs: its model and data.
-        device: where the batches are wanted.
-        workers: threads that decode images.
+    The batches are decoded by `workers` threads and moved to `device`.
     """
 
     def __init__(self, cell: Cell, inputs: Inputs, device: torch.device, workers: int) -> None:
@@ -103,12 +99,7 @@ class CellRun:
     ) -> tuple[Record, Rows]:
         """The record and its rows, when all batches are done.
 
-        Args:
-            meter: made when the cell began.
-            health: of the guard.
-            events: what it reported, see `Guard.on_event`.
-            lr: the learning rate, if there is one.
-            together: how many cells shared the meter; each is charged its share of the time.
+        Health and events are of the guard. Each of `together` cells that shared the meter is charged its share of the time.
         """
         rows, source = self._table.rows(), self._inputs.source
         if not rows:

@@ -154,7 +154,7 @@ class Bench:
         old += [folder.file(cell.key) for cell in waiting if fresh or folder.is_damaged(cell)]
         ignored = {path: stamp for path in old if (stamp := folder.stamp(path)) is not None}
         schedule = Schedule(folder, progress, ignored, self.refused)
-        if not all(map(schedule.is_finished, waiting)) and (doubt := self.doubt()):
+        if any(schedule.record(cell) is None for cell in waiting) and (doubt := self.doubt()):
             progress.doubt(doubt)
         if self.protocol is not None:
             firsts = [cell for cell in waiting if self._is_first(cell)]

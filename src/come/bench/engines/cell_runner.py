@@ -38,13 +38,7 @@ class _Kept(NamedTuple):
 
 
 class CellRunner:
-    """Runs cells with the model and the data of a plan. A copy of it runs cells in another process.
-
-    Args:
-        inputs: model and data.
-        device: where the model is.
-        workers: threads that decode images.
-    """
+    """Runs cells with the model and data of a plan, which `workers` threads decode. A copy runs cells in another process."""
 
     def __init__(self, inputs: Inputs, device: torch.device, workers: int) -> None:
         self.inputs, self.device, self.workers = inputs, device, workers
@@ -60,22 +54,14 @@ class CellRunner:
         return vars(self) | {"_kept": None, "_copies": None, "_source_images": None}
 
     def move_to(self, device: str, jobs: Jobs) -> None:
-        """Get ready in a worker of a cluster: the model on its device, and the data looked at.
-
-        Raises:
-            InputError: the device or the data cannot be used there.
-        """
+        """Get ready in a worker of a cluster: the model on its device, and the data looked at."""
         self.device, self.jobs = usable_device(device), jobs
         self.inputs.model.module.to(self.device)
         self.inputs.check_readable()
         self.inputs.keep_images(self.device)
 
     def check_methods(self, cells: Sequence[Cell]) -> dict[str, str]:
-        """Which methods cannot be run, and why, found by making each once and showing it a batch.
-
-        Raises:
-            InputError: none of them can.
-        """
+        """Which methods cannot be run, and why, found by making each once and showing it a batch; not all of them may."""
         preprocess, plan = self.inputs.model.preprocess, self.inputs.plan
         sizes = ((len(e.stream), e.batch_size or plan.batch_size) for e in self.inputs.episodes(cells[-1]))
         smallest = min(min(size, length % size or size, length) for length, size in sizes)
