@@ -207,13 +207,7 @@ def _decoding_threads(workers: int | None, in_memory: bool, cluster: Cluster | N
     return found
 
 
-def run(
-    plan: Plan,
-    out: str | Path,
-    *,
-    progress: Progress | None = None,
-    **options: Any,
-) -> list[Record]:
+def run(plan: Plan, out: str | Path, *, progress: Progress | None = None, **options: Any) -> list[Record]:
     """Run a plan from Python and return its records.
 
     Args:

@@ -70,8 +70,7 @@ def bench(
     out: opt.Out = None,
     resume: Annotated[bool, opt.where("Keep finished cells, or run all again.", "--resume/--fresh")] = True,
     log: Annotated[
-        str | None,
-        opt.where(f"Also log metrics along the stream of each cell: {' or '.join(KINDS)}.", metavar="SPEC"),
+        str | None, opt.where(f"Also log metrics along the stream of each cell: {' or '.join(KINDS)}.", metavar="SPEC")
     ] = None,
     dry_run: opt.DryRun = False,
     debug: opt.Debug = False,

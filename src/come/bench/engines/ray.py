@@ -102,13 +102,7 @@ class Workers(RemoteProgress):
     """Workers on a cluster, each with a copy of the runner, and which cell each of them runs."""
 
     def __init__(
-        self,
-        runner: CellRunner,
-        schedule: Schedule,
-        cells: Sequence[Cell],
-        cluster: Cluster,
-        count: int,
-        device: str,
+        self, runner: CellRunner, schedule: Schedule, cells: Sequence[Cell], cluster: Cluster, count: int, device: str
     ) -> None:
         super().__init__(schedule, cells)
         self._ray = import_ray()
