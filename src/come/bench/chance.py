@@ -14,16 +14,12 @@ from come.adapter import adapt
 from come.bench.data import Source
 from come.bench.models import Model
 
-LOOKED_AT = 256
-"""Images that are looked at, at most."""
+LOOKED_AT = 256  # images that are looked at, at most
 AT_ONCE = 32
-PATIENCE = 3.0
-"""Seconds after which no more of them are."""
+PATIENCE = 3.0  # seconds after which no more of them are
 UNLIKELY = 0.01
-ANOTHER = 0.5
-"""The share that is right in another order of the classes, from which on it is worth a sentence."""
-FOR_EACH = 5
-"""Images of a class, on average, from which another order of the classes can be seen."""
+ANOTHER = 0.5  # the share that is right in another order of the classes, from which on it is worth a sentence
+FOR_EACH = 5  # images of a class, on average, from which another order of the classes can be seen
 
 
 def doubt(

@@ -15,8 +15,7 @@ from typing import Any
 
 from come.errors import ConfigError, InputError, one_line, pip_install, require, require_number
 
-REACH = 10.0
-"""Seconds in which a cluster must answer."""
+REACH = 10.0  # seconds in which a cluster must answer
 INSTALL = f"install it with: {pip_install('bench,ray')}"
 
 

@@ -26,32 +26,13 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unlike
 from come.bench.report.tables import STYLES
-from come.bench.statistics import (
-    AVERAGE,
-    METRICS,
-    ONE_SEED,
-    Claim,
-    Verdict,
-    Verdicts,
-    called,
-    compared,
-    corrected,
-    gathered,
-)
+from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, called, compared, corrected, gathered
 from come.errors import InputError
 
 VARIED = frozenset(
     {"model", *models.OPTIONS, "classes", "guard", "hyper", "source_data", "source_size", "size", "replay", "weights"}
 )
 """Fields of a cell that may differ between two runs that are compared."""
-
-CLAIMS: dict[Claim, str] = {
-    "better": "better",
-    "worse": "worse",
-    "no difference found": "without a difference",
-    "not comparable": "not comparable",
-}
-"""In the summary below the table."""
 
 Identity = tuple[Any, ...]
 
@@ -63,8 +44,7 @@ class Change:
     method: str
     objective: str
     domain: str
-    verdicts: Mapping[str, Verdict]
-    """By metric, those that are defined."""
+    verdicts: Mapping[str, Verdict]  # by metric, those that are defined
 
 
 @dataclass(frozen=True)
@@ -72,27 +52,18 @@ class Comparison:
     """What changed from the first run to the second."""
 
     changes: Sequence[Change]
-    differing: Sequence[str]
-    """What was not the same in the two runs: fields of the cells, versions."""
-    costs: Mapping[tuple[str, str], tuple[Cost, Cost]]
-    """By method and objective, before and after."""
-    unlike: str
-    """Why the costs are not compared, if they are not."""
-    alone: tuple[int, int]
-    """Cells that only the first run has, and only the second."""
-    score: str
-    """What FPR ranks samples by."""
+    differing: Sequence[str]  # what was not the same in the two runs: fields of the cells, versions
+    costs: Mapping[tuple[str, str], tuple[Cost, Cost]]  # by method and objective, before and after
+    unlike: str  # why the costs are not compared, if they are not
+    alone: tuple[int, int]  # cells that only the first run has, and only the second
+    score: str  # what FPR ranks samples by
 
 
 def compare_runs(first: RunFolder, second: RunFolder, score: str = "confidence") -> Comparison:
-    """What changed from the first run to the second.
+    """What changed from the first run to the second; `InputError` if they have nothing in common, or cells are ambiguous.
 
-    Args:
-        score: what FPR ranks samples by, a name in `come.metrics.SCORES`. By default it is as published, each objective by its
-            own confidence, and a second one is by softmax for all.
-
-    Raises:
-        InputError: the runs have nothing in common, or one of them has several cells of the same kind.
+    FPR ranks samples by a score of `come.metrics.SCORES`: by default as published, each objective by its own confidence, and a
+    second FPR is by softmax for all.
     """
     ours, theirs = _by_identity(first, score), _by_identity(second, score)
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
@@ -142,18 +113,19 @@ def _by_identity(folder: RunFolder, score: str) -> dict[Identity, Record]:
 
 
 def _differing(before: Iterable[Record], after: Iterable[Record]) -> list[str]:
-    """The fields that differ between paired cells, with their values in both."""
+    """The fields and versions that differ between paired cells, with their values in both."""
+
+    def varied(record: Record) -> dict[str, Any]:
+        values = {name: value for name, value in record.cell if name in VARIED}
+        named = {f"{name} of {record.cell.method}" if name == "hyper" else name: v for name, v in values.items()}
+        return named | dict(record.machine.versions)
+
     found: dict[str, None] = {}
-    for a, b in zip(before, after, strict=True):
-        for name in (name for name in Cell.model_fields if name in VARIED):
-            pair = getattr(a.cell, name), getattr(b.cell, name)
-            if pair[0] != pair[1]:
-                method = f" of {a.cell.method}" if name == "hyper" else ""
-                found[f"{name}{method}: {pair[0]} and {pair[1]}"] = None
-        for name in dict.fromkeys((*a.machine.versions, *b.machine.versions)):
-            versions = a.machine.versions.get(name, "none"), b.machine.versions.get(name, "none")
-            if versions[0] != versions[1]:
-                found[f"{name}: {versions[0]} and {versions[1]}"] = None
+    for a, b in zip(map(varied, before), map(varied, after), strict=True):
+        for name in dict.fromkeys((*a, *b)):
+            first, second = a.get(name, "none"), b.get(name, "none")
+            if first != second:
+                found[f"{name}: {first} and {second}"] = None
     return list(found)
 
 
@@ -163,9 +135,11 @@ def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[R
     shown = [c for c in changes if everything or any(v.found or v.reason for v in c.verdicts.values())]
     parts: list[RenderableType] = [_table(shown, comparison.score)] if shown else []
     for metric in METRICS:
-        counts = Counter(c.verdicts[metric].claim for c in changes if metric in c.verdicts)
+        counts = Counter[str](c.verdicts[metric].claim for c in changes if metric in c.verdicts)
         if counts:
-            text = ", ".join(f"{counts[claim]} {words}" for claim, words in CLAIMS.items())
+            claims = ("better", "worse", "no difference found", "not comparable")
+            text = ", ".join(f"{counts[claim]} {claim}" for claim in claims)
+            text = text.replace("no difference found", "without a difference")
             parts.append(Text(f"{called(metric, comparison.score)}: {text}, of {counts.total()} rows"))
     if any(v.found and len(v.by_seed) == 1 for c in changes for v in c.verdicts.values()):
         parts.append(Text(ONE_SEED))

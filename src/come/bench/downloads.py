@@ -16,8 +16,7 @@ import torch
 from come.bench.checkpoints import read_weights
 from come.errors import ModelError
 
-PATIENCE = 3.0
-"""Seconds that a host has to answer."""
+PATIENCE = 3.0  # seconds that a host has to answer
 CHECKPOINT = "give --checkpoint FILE"
 
 

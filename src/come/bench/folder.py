@@ -47,16 +47,11 @@ FORMAT = "come-run-2"
 HEADER = {"format": FORMAT, "come": __version__}
 STANDARD = {name: i for i, name in enumerate(corruptions.names())}
 AGAIN = "run the same 'come bench' command again: it runs this cell anew and keeps the others"
-Stamp = tuple[int, int]
-"""Inode and modification time of a file; they change when it is written again."""
-LARGEST = 2**31
-"""Bytes of a cell: 40 million rows."""
-LARGEST_HEADER = 10**8
-"""Bytes of a header; safetensors reads no longer ones."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system says that has no locks."""
-LARGEST_JSON = 2**20
-"""Bytes of a failure, or of a protocol's outcome."""
+Stamp = tuple[int, int]  # inode and modification time of a file; they change when it is written again
+LARGEST = 2**31  # bytes of a cell: 40 million rows
+LARGEST_HEADER = 10**8  # bytes of a header; safetensors reads no longer ones
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system says that has no locks
+LARGEST_JSON = 2**20  # bytes of a failure, or of a protocol's outcome
 
 Read = TypeVar("Read", bound=Description)
 
@@ -219,10 +214,9 @@ class RunFolder:
         """Store a finished cell, whole or not at all."""
         text = record.encoded()
         rows = {name: column.contiguous() for name, column in rows.items()}
-        # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
-        data = save(rows, {"record": text, "sha256": digest(text, rows)})
         with _replacing(self.file(record.key), f"cell {record.key} to {self.path}") as beside:
-            beside.write_bytes(data)
+            # safetensors' own save_file makes a temporary file of its own, which a kill would leave behind
+            beside.write_bytes(save(rows, {"record": text, "sha256": digest(text, rows)}))
 
     def write_failure(self, failure: Failure) -> None:
         """Note that a cell failed."""

@@ -19,8 +19,7 @@ import torch
 from come.bench.record import Machine
 
 PACKAGES = ("come-tta", "torch", "timm", "numpy")
-CHANGED = "-changed"
-"""Behind a commit whose files were changed since."""
+CHANGED = "-changed"  # behind a commit whose files were changed since
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -29,8 +28,7 @@ class Jobs:
     """The processes that work on a run at once."""
 
     count: int = 1
-    first: int | None = None
-    """Process id of the one that started the others; None is this one."""
+    first: int | None = None  # process id of the one that started the others; None is this one
 
 
 ALONE = Jobs()

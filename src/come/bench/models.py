@@ -68,11 +68,9 @@ DESCRIPTIONS = {
     "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }
 PREPROCESSING = ("normalization", "mean", "std", "image_size", "resize", "interpolation")
-OPTIONS = ("checkpoint", *PREPROCESSING)
-"""What `load` takes beside a name, and what `come.bench.cell.Knobs` calls it."""
+OPTIONS = ("checkpoint", *PREPROCESSING)  # what `load` takes beside a name, and what `come.bench.cell.Knobs` calls it
 
-State = dict[str, Tensor] | None
-"""The weights of a checkpoint, if one is given."""
+State = dict[str, Tensor] | None  # the weights of a checkpoint, if one is given
 
 named_line = partial(one_line, kind=True, first=True)
 

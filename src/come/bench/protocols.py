@@ -204,8 +204,8 @@ class Outcome(Description):
     def of(cls, protocol: Protocol, weights: str, records: Sequence[Record], images: str | None = None) -> Outcome:
         """The mean over all domains of the records of No Adapt; weights and names of images by their SHA-256."""
         found = [100 * metrics["accuracy"] for r in records for metrics in r.result.metrics.values()]
-        hashes = {"weights_sha256": weights, "images_sha256": images}
-        return cls(protocol=protocol, measured=fmean(found), cells=tuple(r.key for r in records), **hashes)
+        said: dict[str, Any] = {"protocol": protocol, "weights_sha256": weights, "images_sha256": images}
+        return cls(**said, measured=fmean(found), cells=tuple(r.key for r in records))
 
     @property
     def met(self) -> bool | None:

@@ -29,8 +29,7 @@ from come.errors import ConfigError, InputError, require, require_int
 
 __all__ = ["Bench", "Progress", "run"]
 
-MOST_WORKERS = 256
-"""Threads that decode images."""
+MOST_WORKERS = 256  # threads that decode images
 
 
 class Bench:
@@ -102,8 +101,7 @@ class Bench:
         others = [cell for cell in self.planned if not self._is_first(cell)]
         self.cells = [*filter(self._is_first, self.planned), *shard_of(others, *shard)]
         """Those of `planned`, all cells of the plan, that are in this shard."""
-        self.failed: list[Failure] = []
-        """Cells that failed in the last run, and why."""
+        self.failed: list[Failure] = []  # cells that failed in the last run, and why
 
         # Who runs them
         self._choose_engine(jobs, together, here)

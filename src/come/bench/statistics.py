@@ -51,21 +51,16 @@ def called(metric: str, score: str = "confidence") -> str:
 
 
 LEVEL = 0.05
-REACH = NormalDist().inv_cdf(1 - LEVEL / 2)
-"""Standard errors from the middle of an interval to its end."""
+REACH = NormalDist().inv_cdf(1 - LEVEL / 2)  # standard errors from the middle of an interval to its end
 
 RESAMPLES = 300
-BLOCK = 1024
-"""Images whose weights are drawn together."""
+BLOCK = 1024  # images whose weights are drawn together
 
-LARGEST = 2**18
-"""Images with weights of their own; of larger sets some share theirs, which leaves the error as it is."""
+LARGEST = 2**18  # images with weights of their own; of larger sets some share theirs, which leaves the error as it is
 
-AT_ONCE = 2**22
-"""Weights that are looked at together: what bounds the memory."""
+AT_ONCE = 2**22  # weights that are looked at together: what bounds the memory
 
-AVERAGE = "average"
-"""Stands in the place of a domain where a number is the mean over all of them."""
+AVERAGE = "average"  # stands in the place of a domain where a number is the mean over all of them
 
 ONE_SEED = "One seed: other orders of the stream may give another result; run more seeds."
 
@@ -81,14 +76,10 @@ class Verdict:
     metric: str
     before: float = 0.0
     after: float = 0.0
-    error: float = 0.0
-    """Standard error of the difference over images."""
-    p: float = 1.0
-    """Two-sided, of the difference over images."""
-    by_seed: tuple[float, ...] = ()
-    """After minus before, with each seed."""
-    reason: str = ""
-    """Why the runs are not comparable, if they are not."""
+    error: float = 0.0  # standard error of the difference over images
+    p: float = 1.0  # two-sided, of the difference over images
+    by_seed: tuple[float, ...] = ()  # after minus before, with each seed
+    reason: str = ""  # why the runs are not comparable, if they are not
 
     @property
     def gain(self) -> float:
@@ -132,7 +123,7 @@ class Verdict:
     @property
     def change(self) -> Literal["better", "worse", "same"]:
         """The claim in one word."""
-        return self.claim if self.claim in ("better", "worse") else "same"  # type: ignore[return-value]
+        return self.claim if self.claim in ("better", "worse") else "same"
 
     @property
     def words(self) -> str:
@@ -170,12 +161,9 @@ class Sample:
     """One domain of one finished cell: which samples it is of, and its metrics on the resampled images."""
 
     size: int
-    digest: str
-    """Of the samples: index, kind and label."""
-    counts: Mapping[str, int]
-    """How many samples each metric is a share of."""
-    estimates: Mapping[str, Floats]
-    """Each metric as it is, and then for each of RESAMPLES."""
+    digest: str  # of the samples: index, kind and label
+    counts: Mapping[str, int]  # how many samples each metric is a share of
+    estimates: Mapping[str, Floats]  # each metric as it is, and then for each of RESAMPLES
 
 
 def samples(folder: RunFolder, record: Record) -> dict[str, Sample]:
@@ -335,8 +323,7 @@ def corrected(verdicts: Mapping[Key, Verdict]) -> dict[Key, Verdict]:
     return {**verdicts, **{key: replace(verdicts[key], p=float(value)) for key, value in zip(asked, p, strict=True)}}
 
 
-Samples = Mapping[int, Mapping[str, Sample]]
-"""By seed and domain."""
+Samples = Mapping[int, Mapping[str, Sample]]  # by seed and domain
 
 
 def gathered(folder: RunFolder, records: Iterable[Record]) -> dict[int, dict[str, Sample]]:
@@ -362,22 +349,19 @@ def compared(first: Samples, second: Samples, domains: Sequence[str]) -> dict[tu
     return found
 
 
-Verdicts = dict[tuple[str, str, str, str], Verdict]
-"""By method, objective, domain (or "average") and metric."""
+Verdicts = dict[tuple[str, str, str, str], Verdict]  # by method, objective, domain (or "average") and metric
 
 
 @dataclass(frozen=True)
 class Judged:
     """What a run shows beyond chance."""
 
-    changes: Verdicts = field(default_factory=dict)
-    """What a further objective changes against the method's first one."""
+    changes: Verdicts = field(default_factory=dict)  # what a further objective changes against the method's first one
     gains: Verdicts = field(default_factory=dict)
     """What adaptation changes against the source; empty where that did not run."""
     compared: Mapping[str, Verdict] = field(default_factory=dict)
     """By objective: the gain in accuracy, averaged over the methods that ran with several."""
-    over: Sequence[str] = ()
-    """These methods."""
+    over: Sequence[str] = ()  # these methods
 
 
 def verdicts(folder: RunFolder, records: Iterable[Record]) -> Judged:
@@ -406,9 +390,9 @@ def verdicts(folder: RunFolder, records: Iterable[Record]) -> Judged:
             each |= corrected({k: v for k, v in each.items() if k[3] == metric and k[2] != AVERAGE})
     over = [m for m, by in found.items() if len(by) > 1 and not (":" in m and m.partition(":")[0] in found)]
     together = {}
-    for objective in dict.fromkeys(o for m in over for o in found[m]) if source is not None else ():
+    for objective in dict.fromkeys(o for m in over for o in found[m]):
         runs = [found[method][objective] for method in over if objective in found[method]]
-        if (average := _average(source, runs, list(domains))) is not None:
+        if source is not None and (average := _average(source, runs, list(domains))) is not None:
             together[objective] = average
     return Judged(changes, gains, together, over)
 

@@ -15,8 +15,7 @@ from come.bench.folder import RunFolder, Stamp
 from come.bench.measure import CellRun
 from come.bench.record import Failure, Record, Rows
 
-PAUSE = 0.5
-"""Seconds until it is worth looking again whether another process is done with a cell."""
+PAUSE = 0.5  # seconds until it is worth looking again whether another process is done with a cell
 
 
 class Finished(NamedTuple):
@@ -33,8 +32,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-Ending = Finished | Refused | Failure
-"""How the run of a cell ended."""
+Ending = Finished | Refused | Failure  # how the run of a cell ended
 
 
 class Schedule:
@@ -51,8 +49,7 @@ class Schedule:
         self.folder, self.progress, self.ignored, self.refused = folder, progress, ignored, refused
         self.done: dict[str, Record] = {}
         self.failed: list[Failure] = []
-        self.settled: set[str] = set()
-        """Keys of the cells that are finished, have failed or cannot be run."""
+        self.settled: set[str] = set()  # keys of the cells that are finished, have failed or cannot be run
         self.has_helpers = False
         """Whether other processes run cells for this one: what is found finished from now on is theirs."""
         self.listen: Callable[[float], None] = time.sleep
