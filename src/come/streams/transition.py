@@ -21,7 +21,7 @@ from come.state.trees import leaves, like, replace, signature
 from come.step.context import NotCapturable
 from come.step.state import StepFlags, StepInput, StepOutput
 from come.step.transition import Run, Transition
-from come.streams.norms import Block
+from come.streams.norms import GroupRows
 from come.streams.rendezvous import ask
 from come.streams.vmap import BARE_CALL, CALL, Value, drawn, gradient, leaf, outside, over
 
@@ -65,19 +65,19 @@ class StackedModel:
             }
             rule = replace(statistics, **own) if isinstance(statistics, BatchStatistics) else statistics
             tracked = torch.is_grad_enabled()
-            do, given = partial(self._called, tracked), (flat, weights[1], Block(n, rule, flat.size))
+            do, given = partial(self._called, tracked), (flat, weights[1], GroupRows(n, rule, flat.size))
             logits: Tensor = ask(CALL if tracked else BARE_CALL, _kind(flat), do, given)
             return logits.view(n, -1, logits.shape[1])
 
         return outside(do, weights, *tensors, *shares.values())
 
-    def _called(self, tracked: bool, given: list[tuple[Inputs, Tensor, Block]]) -> list[Tensor]:
+    def _called(self, tracked: bool, given: list[tuple[Inputs, Tensor, GroupRows]]) -> list[Tensor]:
         """The logits of several groups, by one call, with a gradient or without."""
-        batches, weights, blocks = zip(*given, strict=True)
+        batches, weights, groups = zip(*given, strict=True)
         with torch.set_grad_enabled(tracked):
             x = batches[0] if len(batches) == 1 else _joined(batches)
-            out = self._model.call_streams(x, weights, blocks)
-        return list(torch.split(logits_of(out, x.size), [block.rows for block in blocks]))
+            out = self._model.call_streams(x, weights, groups)
+        return list(torch.split(logits_of(out, x.size), [group.rows for group in groups]))
 
 
 def _kind(x: Inputs) -> Any:
