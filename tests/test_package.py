@@ -96,7 +96,7 @@ LAYERS = [
     ["state.saving", "step.transition"],
     ["export", "step.compiled", "streams.transition"],
     ["step.engine"],
-    ["step.events", "streams.groups", "streams.store"],
+    ["step.events", "step.lifecycle", "streams.groups", "streams.store"],
     ["adapter", "fleet"],
     ["integrations", "serve", "testing"],
     ["bench"],

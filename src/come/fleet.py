@@ -12,37 +12,34 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from come.abstain import DEFAULT_SCORE, Promise, Wanted, abstains, confidences
-from come.errors import ClosedError, ConfigError, InputError, StateError, shown
+from come.errors import ConfigError, InputError, StateError, shown
 from come.guard.config import Event, Guard
 from come.method import Method, Step
 from come.methods import DEFAULT
 from come.model.copies import Precision
 from come.model.inputs import at_least_float32
-from come.model.locks import ModelLock, exclusive
+from come.model.locks import exclusive
 from come.objectives import Objective
 from come.state import saving
 from come.state.trees import replace
 from come.step.context import untracked
 from come.step.engine import Engine
 from come.step.events import report
+from come.step.lifecycle import Lifecycle
 from come.step.state import StreamState
 from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, names_of_samples, read_index, write_folder
 from come.streams.store import Residency, Stream
 from come.streams.vmap import index
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
-
-class Fleet:
+class Fleet(Lifecycle):
     r"""One model and many streams: cameras, customers, users, or cells of a grid. Each adapts by itself.
 
     Stream s has its own adapted parameters, moments, memory and guard. A batch goes through the model once, each sample under
@@ -123,15 +120,10 @@ class Fleet:
         source = self._engine.transition.source
         self._at = (source.device, source.dtype)
         """Where the states of resident streams are."""
-        self._closed = False
         self._warned: set[str] = set()
         self._residency.check_room(len(names), {})
         for name in names:
             self.open(name)
-
-    @property
-    def _lock(self) -> ModelLock:
-        return self._engine.lock
 
     @exclusive
     @untracked()
@@ -190,10 +182,6 @@ class Fleet:
         out = self._groups.answer(inputs, parts)
         calibrated = {part.name: part.rows for part in parts if part.state.abstention is not None}
         return out._replace(abstain=self._abstains(out.logits, calibrated)) if calibrated else out
-
-    def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(logits)
 
     @exclusive
     def confidence(self, logits: Tensor, streams: Any, valid: Tensor | None = None) -> Tensor:
@@ -322,8 +310,8 @@ class Fleet:
         """Forget a stream; without a name end the fleet. The model is as it was handed in."""
         if name is None:
             self._engine.model.give_back()
-            self._engine.compiled.forget()
-            self._closed, self._streams = True, {}
+            self._end()
+            self._streams = {}
             self._residency.close()
             return
         gone = self._known(name)
@@ -344,16 +332,6 @@ class Fleet:
             return self._engine.reset(self._residency.state_of(stream))
         except StateError:  # what it was is lost
             return self._engine.first()
-
-    def __enter__(self) -> Self:
-        """Enter a `with` block; at its end the fleet is closed."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
 
     # ---- what can be seen ----
 
@@ -447,10 +425,6 @@ class Fleet:
         return replace(stream, state=saving.restored(self._engine, saved, stream.method))
 
     # ---- inside ----
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"this {self._engine.method.name} adapter is closed; adapt() the model again")
 
     def _state(self, name: str) -> StreamState:
         """Of a stream that was fetched."""

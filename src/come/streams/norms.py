@@ -36,7 +36,7 @@ class GroupRows:
 
 @dataclass
 class CurrentCall:
-    """What all norm layers of a model know of the call that runs; of several groups, a parameter is a list with one for each."""
+    """What all norm layers of a model know of the call that runs. For several groups a parameter is a list of tensors."""
 
     groups: tuple[GroupRows, ...] = (GroupRows(),)
 
@@ -71,18 +71,15 @@ def affine(
     group: GroupRows, y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int] = ()
 ) -> Tensor:
     """weight * y + bias, for weights (n, *shape) of streams or (*shape) of all; without a shape (n, C) or (C,), by channel."""
-    rows, inner, tail = rows_of_each(y, group.streams), len(shape) or 1, () if shape else (1,)
+    rows_of_each(y, group.streams)
+    inner, tail = len(shape) or 1, () if shape else (1,)
     if weight is None and bias is None:
         return y
 
     def fit(value: Tensor) -> Tensor:
         return value.reshape(len(value) if value.ndim > inner else 1, 1, *value.shape[-inner:], *tail)
 
-    parts = (
-        y.reshape(group.streams, -1, *shape)
-        if shape
-        else y.reshape(group.streams, rows, y.shape[1], math.prod(y.shape[2:]))
-    )
+    parts = y.reshape(group.streams, -1, *(shape or (y.shape[1], math.prod(y.shape[2:]))))
     if weight is None:
         assert bias is not None
         found = parts + fit(bias)
@@ -95,18 +92,13 @@ def affine(
     return found.reshape(y.shape)
 
 
+_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
 _NORMS: dict[Any, tuple[str, ...]] = {
-    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
-    torch.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
-    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
-    torch.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
-    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
-    torch.rms_norm: ("input", "normalized_shape", "weight", "eps"),
-    F.instance_norm: (
-        *("input", "running_mean", "running_var", "weight", "bias"),
-        *("use_input_stats", "momentum", "eps"),
-    ),
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    **dict.fromkeys([F.layer_norm, torch.layer_norm], ("input", "normalized_shape", "weight", "bias", "eps")),
+    **dict.fromkeys([F.group_norm, torch.group_norm], ("input", "num_groups", "weight", "bias", "eps")),
+    **dict.fromkeys([F.rms_norm, torch.rms_norm], ("input", "normalized_shape", "weight", "eps")),
+    F.instance_norm: (*_STATISTICS, "use_input_stats", "momentum", "eps"),
+    F.batch_norm: (*_STATISTICS, "training", "momentum", "eps"),
 }
 """Torch's norm functions, and their arguments."""
 
@@ -116,9 +108,8 @@ def normalized(function: Any, group: GroupRows, *args: Any, **kwargs: Any) -> Te
     given = dict(zip(_NORMS[function], args, strict=False)) | kwargs
     weight, bias = given.pop("weight", None), given.pop("bias", None)
     if function is F.batch_norm:
-        return batch_norm(
-            group, given["input"], given["running_mean"], given["running_var"], weight, bias, given.get("eps", 1e-5)
-        )
+        source = given["running_mean"], given["running_var"]
+        return batch_norm(group, given["input"], *source, weight, bias, given.get("eps", 1e-5))
     return affine(group, function(**given), weight, bias, given.get("normalized_shape", ()))
 
 
