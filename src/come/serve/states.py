@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from come.errors import ConfigError, StateError, require_int
 from come.state import saving
-from come.state.files import replacing, settle
+from come.state.files import settle, write
 
 INDEX, FORMAT = "serve.json", "come-serve-1"
 SUFFIX = ".safetensors"
@@ -102,8 +102,7 @@ class States:
                     f"the state folder {self.folder} is in use by {before} servers; end them before another number of "
                     f"servers ({self.parts}) takes it over"
                 ) from None
-            with replacing(index) as beside:
-                beside.write_text(json.dumps({"format": FORMAT, "parts": self.parts}))
+            write(index, json.dumps({"format": FORMAT, "parts": self.parts}).encode())
 
     def _is_mine(self, key: str) -> bool:
         return re.fullmatch("[0-9a-f]{64}", key) is not None and int(key[:16], 16) % self.parts == self.part
@@ -119,7 +118,7 @@ class States:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a packed state, atomically."""
-        saving.put(self.path(name), data)
+        write(self.path(name), data)
 
     def note(self, name: str) -> dict[str, Any]:
         """What was written beside a tenant's state; the file of another tenant is refused."""
