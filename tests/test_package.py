@@ -86,7 +86,7 @@ LAYERS = [
     ["errors", "seeds", "state.trees", "streams.rendezvous", "model.locks", "version"],
     ["images.augment", "images.normalization", "model.heads", "model.inputs", "model.interface", "optim"],
     ["corruptions", "registry", "select", "state.files", "state.hub", "theory"],
-    ["model.batchnorm", "model.parameters", "objectives", "streams.names", "streams.vmap"],
+    ["model.batchnorm", "model.parameters", "objectives", "streams.names"],
     ["guard", "metrics", "model.ranks", "streams.norms"],
     ["abstain", "model.copies"],
     ["model.functional"],

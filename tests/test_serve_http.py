@@ -25,7 +25,7 @@ from come.errors import pip_install
 from come.methods import DEFAULT
 from come.serve import Service, http
 from come.serve.http import create
-from come.serve.states import key_of
+from come.serve.tenants import key_of
 from come.state import saving
 from come.testing import NORMS, TinyClassifier, batches
 

@@ -2,8 +2,8 @@
 
 Two adapted copies of a model differ only in the affine parameters of its norm layers, 0.05% of a ViT. So a fleet keeps one
 model and a `StreamState` for each stream. A batch may hold samples of many streams. Streams with the same number of samples and
-the same flags form a group, which is one step (`come.streams.vmap`). Groups run at the same time and share one call of the
-model (`come.streams.rendezvous`).
+the same flags form a group, which is one step (`come.streams.transition`). Groups run at the same time and share one call of
+the model (`come.streams.rendezvous`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from come.step.state import StreamState
 from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, read_index, rows_by_stream, write_index
 from come.streams.store import Stream, StreamStore
-from come.streams.vmap import index
+from come.streams.transition import index
 
 
 class Fleet(Lifecycle):

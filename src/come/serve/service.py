@@ -30,8 +30,7 @@ from come.serve.errors import RequestError, check_name, log, refusal
 from come.serve.metrics import COUNTERS, GAUGES, SERVICE, Counts, Metric, Metrics
 from come.serve.modes import Mode
 from come.serve.request_queue import SHARE, Command, Queue, Request
-from come.serve.states import States, part_of
-from come.serve.tenants import Tenant, Tenants, unfit
+from come.serve.tenants import States, Tenant, Tenants, part_of, unfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,7 +79,7 @@ class Service:
         max_samples: samples of one request.
         max_queue: samples that wait; one tenant may have a quarter of them.
         labels: how many tenants have metrics of their own.
-        part: this server's part of the tenants, from 0; see `come.serve.states`.
+        part: this server's part of the tenants, from 0; see `come.serve.tenants`.
         parts: how many servers share `state`.
         **more: objective, guard, precision, channels_last and hyperparameters, as in `come.Fleet`.
 

@@ -17,8 +17,7 @@ from come.step.engine import Engine
 from come.step.state import StepFlags, StepInput, StepOutput, StreamState
 from come.step.transition import Run
 from come.streams.rendezvous import Rendezvous
-from come.streams.transition import StackedModel, StackedTransition
-from come.streams.vmap import apart, index, joined, over, parted, sent
+from come.streams.transition import StackedModel, StackedTransition, apart, index, joined, over, parted, sent
 
 
 class StreamRows(NamedTuple):
