@@ -14,8 +14,7 @@ from torch import nn
 
 import come
 from come import Guard
-from come.guard.samples import _median, judge, no_history
-from come.guard.signals import SIGNALS, Bands, measure
+from come.guard.signals import SIGNALS, Bands, _median, judge, measure, no_history
 from come.guard.verdict import Verdict, collapsed, compare, judged, renewed, surer
 from come.guard.watch import COUNTED, LAG, WINDOW, Watch, send
 from come.model.inputs import Inputs

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import come
 from come import Guard, corruptions
-from come.guard.samples import judge, no_history
+from come.guard.signals import judge, no_history
 from come.guard.verdict import Verdict, collapsed, compare, judged
 from come.guard.watch import LAG, Watch, send
 from come.method import Context

@@ -18,18 +18,15 @@ from come import methods
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences
 from come.errors import ConfigError, require
 from come.guard.config import Event, Guard
-from come.method import Frozen, Method, Step
+from come.method import Frozen, Method, Step, Written, undo
 from come.model.copies import Precision
 from come.model.inputs import Input, Inputs
 from come.model.interface import LikeModel
-from come.model.locks import exclusive
+from come.model.locks import exclusive, untracked
 from come.model.ranks import Ranks
 from come.objectives import Objective
 from come.state import saving
-from come.state.trees import replace
-from come.step.context import Written, undo, untracked
 from come.step.engine import Engine, own_rows
-from come.step.events import report, safely
 from come.step.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
@@ -93,7 +90,7 @@ class Adapter(Lifecycle, LikeModel):
                 self._follow()
                 self._state, out, events = self._engine.step(self._state, x, written)
                 if events:
-                    self._count(report(self._engine, events))
+                    self._count(self._engine.report(events))
                 if rows is not None:
                     out = own_rows(out, rows)
                 if self.callbacks:
@@ -197,7 +194,7 @@ class Adapter(Lifecycle, LikeModel):
             self._follow()
             promise = self._engine.calibrated(data, wanted)
             self._engine.promise = promise
-            self._state = replace(self._state, abstention=Abstention.begin(promise, self._engine.device))
+            self._state = self._state._replace(abstention=Abstention.begin(promise, self._engine.device))
             return promise
 
     @property
@@ -225,7 +222,6 @@ class Adapter(Lifecycle, LikeModel):
             self._follow()
             return self._engine.batch(args, kwargs, self._state, self._check_open)
 
-    @untracked()
     def _follow(self) -> None:
         """Bring everything to where the user has moved the model; first undo what an interrupted step has written."""
         if self._to_undo:
@@ -237,12 +233,12 @@ class Adapter(Lifecycle, LikeModel):
         failed, step = [], 0 if self._state.watch is None else self._state.watch.steps
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__name__", type(callback).__name__)
-            failed += safely(self._engine, f"callback {name}", step, callback, self, out)
+            failed += self._engine.safely(f"callback {name}", step, callback, self, out)
         return failed
 
     def _count(self, events: list[Event]) -> None:
         if events and self._state.watch is not None:
-            self._state = replace(self._state, watch=self._state.watch.counted(events))
+            self._state = self._state._replace(watch=self._state.watch.counted(events))
 
     # ---- what can be seen ----
 
@@ -460,7 +456,7 @@ def adapt(
         >>> classifier(torch.randn(8, 4)).shape
         torch.Size([8, 3])
     """
-    engine = Engine.of(
+    engine = Engine(
         model,
         method,
         objective=objective,

@@ -24,15 +24,13 @@ from come.method import Method, Step
 from come.methods import DEFAULT
 from come.model.copies import Precision
 from come.model.inputs import at_least_float32
-from come.model.locks import exclusive
+from come.model.locks import exclusive, untracked
 from come.objectives import Objective
 from come.state import files, saving
 from come.state.trees import replace
-from come.step.context import untracked
 from come.step.engine import Engine
-from come.step.events import report
 from come.step.lifecycle import Lifecycle
-from come.step.state import StreamState
+from come.step.transition import StreamState
 from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, read_index, rows_by_stream, write_index
 from come.streams.store import Stream, StreamStore
@@ -102,7 +100,7 @@ class Fleet(Lifecycle):
             )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
-        self._engine = Engine.of(
+        self._engine = Engine(
             model,
             method,
             objective=objective,
@@ -247,12 +245,12 @@ class Fleet(Lifecycle):
             if event.kind == "probabilities" and event.kind in self._warned:  # of the model, not of the stream: once
                 continue
             details = event.details | {"stream": name}
-            failed = report(self._engine, [event._replace(message=f"stream {name}: {event.message}", details=details)])
+            failed = self._engine.report([event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
             state = None if stream is None else stream.state
             if failed and isinstance(state, StreamState) and state.watch is not None:
-                state = replace(state, watch=state.watch.counted(failed))
+                state = state._replace(watch=state.watch.counted(failed))
                 self._streams = self._streams | {name: replace(stream, state=state)}
 
     # ---- streams ----

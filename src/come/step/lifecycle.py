@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from come.errors import ClosedError
-from come.model.locks import ModelLock
 from come.step.engine import Engine
 
 if TYPE_CHECKING:
@@ -16,14 +15,10 @@ if TYPE_CHECKING:
 
 
 class Lifecycle:
-    """One engine, whose lock is held by every call that is `exclusive`, until it is closed."""
+    """One engine, until it is closed."""
 
     _engine: Engine
     _closed = False
-
-    @property
-    def _lock(self) -> ModelLock:
-        return self._engine.lock
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""

@@ -14,8 +14,7 @@ from come.method import Method, Step
 from come.model.inputs import Inputs, logits_of
 from come.optim import TorchRule
 from come.step.engine import Engine
-from come.step.state import StepFlags, StepInput, StepOutput, StreamState
-from come.step.transition import Run
+from come.step.transition import Run, StepFlags, StepInput, StepOutput, StreamState
 from come.streams.rendezvous import Rendezvous
 from come.streams.transition import StackedModel, StackedTransition, apart, index, joined, over, parted, sent
 

@@ -27,7 +27,7 @@ from come.state import saving
 from come.state.files import unwritable
 from come.state.trees import replace
 from come.step.engine import Engine
-from come.step.state import StreamState
+from come.step.transition import StreamState
 
 _forks = 0
 """Of this process, so far."""
@@ -133,7 +133,7 @@ class Stream:
         if isinstance(self.state, StateFile):
             return self
         begun = Abstention.begin(promise, self.state.weights.device)
-        return replace(self, state=replace(self.state, abstention=begun))
+        return replace(self, state=self.state._replace(abstention=begun))
 
 
 class StreamStore:
