@@ -380,15 +380,10 @@ class Service:
         u = self._fleet.uncertainty(logits).nan_to_num(1.0)
         confidence = self._fleet.confidence(logits, names, valid)
         abstain = ~good if below is None else ~good | below
-        logits = logits.float().cpu()
-        found = (value.tolist() for value in (logits.argmax(dim=1), u, confidence, abstain, good))
-        labels, us, confidences, abstains, goods = found
-        adapted, answers, end = step or self.mode.kind == "after", list[Answer](), 0
-        for one in requests:
-            at = slice(end, end := end + len(one.x))
-            mine = Answer(labels[at], us[at], confidences[at], abstains[at], goods[at], logits[at].clone(), adapted)
-            answers.append(mine)
-        return answers
+        logits, sizes = logits.float().cpu(), [len(one.x) for one in requests]
+        columns = [value.cpu().split(sizes) for value in (logits, logits.argmax(dim=1), u, confidence, abstain, good)]
+        adapted = step or self.mode.kind == "after"
+        return [Answer(*(v.tolist() for v in lists), z.clone(), adapted) for z, *lists in zip(*columns, strict=True)]
 
     def _input(self, parts: Sequence[Tensor]) -> Tensor:
         x = torch.cat(tuple(parts)).to(self._device)

@@ -132,17 +132,14 @@ def over(run: Callable[[Any, Inputs], Any], given: Any, x: Inputs) -> Any:
 # ---- the step ----
 
 
-class StackedModel:
-    """A model as a step of many streams calls it; everything but a call is that of the model itself."""
-
-    def __init__(self, model: FunctionalModel) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+class StackedModel(FunctionalModel):
+    """A model as a step of many streams calls it; what it knows of the model is shared."""
 
     may_branch = False
     leaf, gradient, drawn = staticmethod(leaf), staticmethod(gradient), staticmethod(drawn)
+
+    def __init__(self, model: FunctionalModel) -> None:
+        vars(self).update(vars(model))
 
     def fused(self, function: Function) -> Function:
         """The function as it is: inside of vmap nothing is compiled."""
@@ -182,17 +179,19 @@ class StackedModel:
         batches, weights, groups = zip(*given, strict=True)
         with torch.set_grad_enabled(tracked):
             x = batches[0] if len(batches) == 1 else _joined(batches)
-            out = self._model.call_streams(x, weights, groups)
+            out = self.call_streams(x, weights, groups)
         return list(torch.split(logits_of(out, x.size), [group.rows for group in groups]))
 
 
 def _kind(x: Inputs) -> Any:
     """The same for batches that can be one: tensors of samples of the same shape, and all else alike."""
-    alike = x.map_samples(
-        lambda value: (value.shape[1:], value.dtype),
-        lambda value: id(value) if isinstance(value, Tensor) else signature(value),
-    )
-    return tuple(alike.items())
+
+    def kind(key: Any, value: Any) -> Any:
+        if key in x.samples:
+            return value.shape[1:], value.dtype
+        return id(value) if isinstance(value, Tensor) else signature(value)
+
+    return tuple((key, kind(key, value)) for key, value in x.items())
 
 
 def _joined(batches: Sequence[Inputs]) -> Inputs:
