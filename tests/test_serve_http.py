@@ -26,7 +26,7 @@ from come.methods import DEFAULT
 from come.serve import Service, http
 from come.serve.http import create
 from come.serve.tenants import key_of
-from come.state import saving
+from come.state import files
 from come.testing import NORMS, TinyClassifier, batches
 
 ROOT = Path(__file__).parents[1]
@@ -230,7 +230,7 @@ def test_a_full_disk_is_told_to_come_back(tmp_path, monkeypatch):
     def full(path, data):
         raise come.StateError("no space left")
 
-    monkeypatch.setattr(saving, "put", full)
+    monkeypatch.setattr(files, "write", full)
     service = Service(MODEL, shape=(3, 8, 8), lr=0.01, state=tmp_path, write_every=0)
     with TestClient(create(service)) as client:
         found = post(client, "a", X[0])

@@ -33,7 +33,7 @@ from come.step.lifecycle import Lifecycle
 from come.step.transition import StreamState
 from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, read_index, rows_by_stream, write_index
-from come.streams.store import Stream, StreamStore
+from come.streams.store import OpenStream, StreamStore
 from come.streams.transition import index
 
 
@@ -113,7 +113,7 @@ class Fleet(Lifecycle):
         )
         self._groups = Groups(self._engine)
         self._store = StreamStore(self._engine, resident, None if folder is None else Path(folder))
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OpenStream] = {}
         """Least recently used first. Never changed: whatever changes streams puts another dict here when all has succeeded."""
         self._at = self._engine.transition.source
         """Where, and in which precision, the states of resident streams are."""
@@ -286,7 +286,7 @@ class Fleet(Lifecycle):
             self._store.check_room(len(self._streams) + 1, self._streams)
             self._streams = self._store.evicted(self._streams | {name: stream}, keep={name})
 
-    def _new(self, own: dict[str, float]) -> Stream:
+    def _new(self, own: dict[str, float]) -> OpenStream:
         method = self._engine.method
         known = ("lr", *method.by_stream, *(["seed"] if hasattr(method, "seed") else []))
         for key in own:
@@ -295,7 +295,7 @@ class Fleet(Lifecycle):
                     f"{key!r} of {method.name} cannot differ by stream; what can: {', '.join(known)}. Give it to Fleet()"
                 )
         mine = dataclasses.replace(method, **cast(Any, own)) if own else method
-        return Stream(mine, dict(own), self._engine.first())
+        return OpenStream(mine, dict(own), self._engine.first())
 
     @exclusive
     def close(self, name: Name | None = None) -> None:
@@ -319,7 +319,7 @@ class Fleet(Lifecycle):
             anew = {one: replace(self._streams[one], state=self._anew(self._streams[one])) for one in names}
             self._streams = self._store.evicted(self._streams | anew)
 
-    def _anew(self, stream: Stream) -> StreamState:
+    def _anew(self, stream: OpenStream) -> StreamState:
         try:
             return self._engine.reset(self._store.state_of(stream))
         except StateError:  # what it was is lost
@@ -413,7 +413,7 @@ class Fleet(Lifecycle):
             others = {one: stream for one, stream in self._streams.items() if one not in found}
             self._streams = self._store.evicted(others | found)
 
-    def _read(self, stream: Stream, path: Path) -> Stream:
+    def _read(self, stream: OpenStream, path: Path) -> OpenStream:
         saved = saving.read(path, self._engine.method.name)
         return replace(stream, state=saving.restored(self._engine, saved, stream.method))
 

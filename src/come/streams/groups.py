@@ -129,10 +129,10 @@ class Groups:
         """A step of a group; all tensors of the result are (n, ...)."""
         engine = self._engine
         step = StackedTransition(engine.transition, [(part.state.count, part.method) for part in group.parts])
+        run = Run(0, engine.generator, [])
         try:
             if not adapts:
-                return StepOutput(group.given.weights, {}, {}, step.answer(group.flags, group.given, group.x))
-            run = Run(0, engine.generator, [])
+                return StepOutput(group.given.weights, {}, {}, step.answer(group.flags, group.given, group.x, run))
             if engine.model.mode.compile:
                 return engine.compiled.run(step, group.flags, group.given, group.x, run)
             return step(group.flags, group.given, group.x, run)

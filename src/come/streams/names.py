@@ -17,6 +17,7 @@ from come.state.files import write
 
 Name = str | int
 NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
+VALID = "1 to 128 letters, digits and _ . @ + : = -, no dot first"
 INDEX, FORMAT = "fleet.json", "come-fleet-1"
 
 
@@ -63,9 +64,7 @@ def checked_name(name: Any) -> str:
     if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
         return str(name)
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ConfigError(
-            f"the name of a stream must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"
-        )
+        raise ConfigError(f"the name of a stream must be {VALID}, got {shown(name)}")
     return name
 
 

@@ -59,7 +59,7 @@ def rows_of_each(x: Tensor, count: int) -> int:
     return len(x) // count
 
 
-def of(value: Any, number: int) -> Any:
+def for_group(value: Any, number: int) -> Any:
     """A parameter as a group has it."""
     return value[number] if isinstance(value, list) else value
 
@@ -151,8 +151,12 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, ...) -> the same."""
-        weight, bias, normalize = self.weight, self.bias, self._normalize
-        return self._current.by_group(x, lambda group, i, part: normalize(group, part, of(weight, i), of(bias, i)))
+        weight, bias = self.weight, self.bias
+
+        def run(group: GroupRows, i: int, part: Tensor) -> Tensor:
+            return self._normalize(group, part, for_group(weight, i), for_group(bias, i))
+
+        return self._current.by_group(x, run)
 
 
 class OtherNorm(nn.Module):
@@ -173,7 +177,7 @@ class OtherNorm(nn.Module):
         inner, given = self.inner, dict(self.inner._parameters)
 
         def run(group: GroupRows, i: int, part: Tensor) -> Any:
-            own = {name: of(value, i) for name, value in given.items()}
+            own = {name: for_group(value, i) for name, value in given.items()}
             inner._parameters.update(own)
             names = {id(p): name for name, p in own.items() if p is not None and p.ndim > self._dims[name]}
             with _Within(group, names, type(inner).__name__):

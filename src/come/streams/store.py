@@ -115,8 +115,8 @@ class StateFile(_Owned):
 
 
 @dataclass(frozen=True)
-class Stream:
-    """One of the streams at one moment."""
+class OpenStream:
+    """One of a fleet's streams at one moment."""
 
     method: Method
     """With its own learning rate and thresholds."""
@@ -124,11 +124,11 @@ class Stream:
     """The hyperparameters of its own that `Fleet.open` was given."""
     state: StreamState | StateFile
 
-    def settled(self) -> Stream:
+    def settled(self) -> OpenStream:
         """With pending guard signals copied to the host, so that it can be pickled."""
         return self if isinstance(self.state, StateFile) else replace(self, state=self.state.settled())
 
-    def promising(self, promise: Promise) -> Stream:
+    def promising(self, promise: Promise) -> OpenStream:
         """With a new promise; a stream on disk gets it when it comes back."""
         if isinstance(self.state, StateFile):
             return self
@@ -151,12 +151,12 @@ class StreamStore:
         self._engine, self.resident = engine, resident
         self._folder = None if folder is None else Folder(folder)
 
-    def state_of(self, stream: Stream) -> StreamState:
+    def state_of(self, stream: OpenStream) -> StreamState:
         """The state where the model is, from disk if it is there."""
         state = stream.state
         return self._engine.brought(state.read(self._engine) if isinstance(state, StateFile) else state)
 
-    def fetched(self, streams: dict[str, Stream], names: Collection[str]) -> dict[str, Stream]:
+    def fetched(self, streams: dict[str, OpenStream], names: Collection[str]) -> dict[str, OpenStream]:
         """With the state of these streams on the device, as the most recently used."""
         streams, moved = dict(streams), False
         for name in names:
@@ -167,7 +167,7 @@ class StreamStore:
             streams[name] = stream
         return self.evicted(streams, keep=names) if moved else streams  # looking at thousands of streams takes a while
 
-    def evicted(self, streams: dict[str, Stream], keep: Collection[str] = ()) -> dict[str, Stream]:
+    def evicted(self, streams: dict[str, OpenStream], keep: Collection[str] = ()) -> dict[str, OpenStream]:
         """With no more than `resident` on the device."""
         if self.resident is None:
             return streams
@@ -177,12 +177,12 @@ class StreamStore:
                 streams[name] = self._put_away(streams[name])
         return streams
 
-    def moved(self, streams: dict[str, Stream], was: torch.device) -> dict[str, Stream]:
+    def moved(self, streams: dict[str, OpenStream], was: torch.device) -> dict[str, OpenStream]:
         """With all resident states brought to where the user has moved the model; `was`: where it was before."""
         here = {name: stream for name, stream in streams.items() if self._is_on(was, stream)}
         return streams | {name: replace(stream, state=self.state_of(stream)) for name, stream in here.items()}
 
-    def check_room(self, count: int, streams: dict[str, Stream]) -> None:
+    def check_room(self, count: int, streams: dict[str, OpenStream]) -> None:
         """Raise if the states of so many streams do not fit into memory."""
         count = count if self.resident is None else min(count, self.resident)
         first, device = self._engine.first(), self._engine.device
@@ -201,7 +201,7 @@ class StreamStore:
         """Delete what is on disk."""
         self._folder = None
 
-    def _put_away(self, stream: Stream) -> Stream:
+    def _put_away(self, stream: OpenStream) -> OpenStream:
         """To disk, or to host memory."""
         state, engine = stream.state, self._engine
         assert isinstance(state, StreamState)
@@ -210,7 +210,7 @@ class StreamStore:
         data = saving.packed(engine, state, method=stream.method)
         return replace(stream, state=self._folder.write(data, state.health()))
 
-    def _is_on(self, device: torch.device, stream: Stream) -> bool:
+    def _is_on(self, device: torch.device, stream: OpenStream) -> bool:
         """Whether its state is on the model's device; with a folder, all that is in memory is."""
         state = stream.state
         return isinstance(state, StreamState) and (self._folder is not None or state.weights.device == device)

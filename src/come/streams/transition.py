@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from come.step.transition import Run, StepFlags, StepInput, StepOutput, Transiti
 from come.streams.norms import GroupRows
 from come.streams.rendezvous import ask, gradients
 
+T = TypeVar("T")
 BARE_CALL, CALL, GRADIENT = range(3)
 """What groups of streams ask for, in this order: calls of the model without and with a gradient, and gradients."""
 
@@ -141,6 +141,10 @@ class StackedModel(FunctionalModel):
     def __init__(self, model: FunctionalModel) -> None:
         vars(self).update(vars(model))
 
+    def borrow(self, call: Callable[..., T], *args: Any) -> T:
+        """Call it: the fleet has prepared the model for all groups at once."""
+        return call(*args)
+
     def fused(self, function: Function) -> Function:
         """The function as it is: inside of vmap nothing is compiled."""
         return function
@@ -200,8 +204,7 @@ def _joined(batches: Sequence[Inputs]) -> Inputs:
     return batches[0].map_samples(lambda _: torch.cat(next(parts)))
 
 
-@dataclass(frozen=True, eq=False)
-class StackedTransition:
+class StackedTransition(Transition):
     """One step of many streams: `Transition` under `torch.vmap`. All tensors are (n, ...), those of the batch (n, b, ...).
 
     Args:
@@ -209,60 +212,34 @@ class StackedTransition:
         streams: the number of the batch and the method of each stream.
     """
 
-    core: Transition
-    streams: list[tuple[int, Method]]
-
-    @property
-    def method(self) -> Method:
-        """Of all streams, but for what `Method.by_stream` lists."""
-        return self.core.method
-
-    @property
-    def model(self) -> FunctionalModel:
-        """The model that all streams share."""
-        return self.core.model
-
-    @property
-    def on_batch(self) -> bool:
-        """Whether BatchNorm may use statistics of the batch."""
-        return self.core.on_batch
-
-    def seed(self, run: Run) -> None:
-        """Nothing: each stream has random numbers of its own."""
-
-    def borrow(self, call: Callable[[], StepOutput]) -> StepOutput:
-        """Call it: the fleet has prepared the model for all groups at once."""
-        return call()
+    def __init__(self, core: Transition, streams: list[tuple[int, Method]]) -> None:
+        vars(self).update(vars(core), model=StackedModel(core.model), streams=streams)
 
     def __call__(self, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> StepOutput:
         """The step of all streams."""
-        core, inner = self._inner(_refuse if run.count is None else self._generators())
+        inner = Run(None, _refuse if run.count is None else self._generators(), [])
 
         def one(given: StepInput, x: Inputs) -> StepOutput:
-            mine = core
+            mine: Transition = self
             if given.own:
-                method = copy.copy(core.method)
+                method = copy.copy(self.method)
                 vars(method).update(given.own)
-                mine = replace(core, method=method)
-            return mine(flags, given, x, inner)
+                mine = replace(self, method=method)
+            return Transition.__call__(mine, flags, given, x, inner)
 
         return cast(StepOutput, over(one, given, x))
 
-    def answer(self, flags: StepFlags, given: StepInput, x: Inputs) -> Step:
+    def answer(self, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> Step:
         """Logits (n, b, K) without adapting, and which samples could be answered (n, b)."""
-        core, inner = self._inner(self._generators())
-        return cast(Step, over(lambda given, x: core.answer(flags, given, x, inner), given, x))
-
-    def _inner(self, generator: Callable[[int], torch.Generator]) -> tuple[Transition, Run]:
-        return replace(self.core, model=StackedModel(self.model)), Run(None, generator, [])
+        inner, one = Run(None, self._generators(), []), super().answer
+        return cast(Step, over(lambda given, x: one(flags, given, x, inner), given, x))
 
     def _generators(self) -> Callable[[int], torch.Generator]:
         """Gives the random numbers of stream i, as an adapter of its own would have them."""
         own = torch.Generator(self.model.device)
 
         def begin(i: int) -> torch.Generator:
-            count, method = self.streams[i]
-            return own.manual_seed(self.core.seed_of(count, method))
+            return own.manual_seed(self.seed_of(*self.streams[i]))
 
         return begin
 
