@@ -129,6 +129,10 @@ class States:
         """The file of a tenant."""
         return self.folder / f"{key_of(name)}{SUFFIX}"
 
+    def write(self, name: str, data: bytes) -> None:
+        """Write a packed state, atomically."""
+        files.write(self.path(name), data)
+
     def note(self, name: str) -> dict[str, Any]:
         """What was written beside a tenant's state; the file of another tenant is refused."""
         with contextlib.suppress(json.JSONDecodeError):
@@ -375,7 +379,7 @@ class Tenants:
         """Write a packed state; returns whether it is on disk."""
         assert self._states is not None
         try:
-            files.write(self._states.path(tenant.name), data)
+            self._states.write(tenant.name, data)
         except Exception as error:
             log.error("the state of tenant %s could not be written: %s", tenant.name, error)
             with self._lock:
