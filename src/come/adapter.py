@@ -126,8 +126,6 @@ class Adapter(Lifecycle, LikeModel):
             self._check_open()
             self._follow()
             out = self._engine.answer(self._state, x)
-            if self._state.abstention is not None:
-                out = out._replace(abstain=self._abstains(out.logits, out.valid))
             return out if rows is None else own_rows(out, rows)
 
     def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -204,13 +202,10 @@ class Adapter(Lifecycle, LikeModel):
 
     def abstains(self, logits: Tensor) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool, by the threshold that is in force now."""
-        return self._abstains(logits)
-
-    def _abstains(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         known = self._state.abstention
         if known is None:
             raise ConfigError("no threshold was chosen; calibrate() first")
-        return abstains(known.promise, self._engine.objective, logits, known.threshold, valid)
+        return abstains(known.promise, self._engine.objective, logits, known.threshold)
 
     # ---- around a step ----
 
