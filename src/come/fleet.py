@@ -248,9 +248,10 @@ class Fleet(Lifecycle):
             failed = self._engine.report([event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
-            state = None if stream is None else stream.state
-            if failed and isinstance(state, StreamState) and state.watch is not None:
-                state = state._replace(watch=state.watch.counted(failed))
+            if not failed or stream is None or not isinstance(stream.state, StreamState):
+                continue
+            if stream.state.watch is not None:
+                state = stream.state._replace(watch=stream.state.watch.counted(failed))
                 self._streams = self._streams | {name: replace(stream, state=state)}
 
     # ---- streams ----

@@ -67,41 +67,6 @@ def outside(do: Callable[..., Tensor], *values: Any) -> Tensor:
     return found
 
 
-def leaf(values: Tensor) -> Tensor:
-    """`values` of each stream as a tensor of its own that gradients can be taken with respect to."""
-
-    def do(n: int, given: Value) -> Tensor:
-        differs, value = given
-        every: Tensor = value if differs else value.expand(n, *value.shape)
-        return every.detach().requires_grad_()
-
-    return outside(do, values)
-
-
-def gradient(loss: Tensor, weights: Tensor) -> Tensor:
-    """Gradient (P,) of each stream's loss with respect to its own weights, by one backward."""
-
-    def do(n: int, loss: Value, weights: Value) -> Tensor:
-        found: Tensor | None = ask(GRADIENT, "gradient", gradients, (loss[1], weights[1]))
-        if found is None:
-            raise ModelError(
-                "no gradient reaches the adapted parameters; does the model's forward run under no_grad, or detach its output?"
-            )
-        return found
-
-    return outside(do, loss, weights)
-
-
-def drawn(draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor, begin: Callable[[int], Any]) -> Tensor:
-    """What a function draws for each stream; `begin(i)` gives the random numbers of stream i."""
-
-    def do(n: int, given: Value) -> Tensor:
-        differs, value = given
-        return torch.stack([draw(value[i] if differs else value, begin(i)) for i in range(n)])
-
-    return outside(do, values)
-
-
 # ---- from one to many and back ----
 
 
@@ -136,10 +101,45 @@ class StackedModel(FunctionalModel):
     """A model as a step of many streams calls it; what it knows of the model is shared."""
 
     may_branch = False
-    leaf, gradient, drawn = staticmethod(leaf), staticmethod(gradient), staticmethod(drawn)
 
     def __init__(self, model: FunctionalModel) -> None:
         vars(self).update(vars(model))
+
+    @staticmethod
+    def leaf(values: Tensor) -> Tensor:
+        """`values` of each stream as a tensor of its own that gradients can be taken with respect to."""
+
+        def do(n: int, given: Value) -> Tensor:
+            differs, value = given
+            every: Tensor = value if differs else value.expand(n, *value.shape)
+            return every.detach().requires_grad_()
+
+        return outside(do, values)
+
+    @staticmethod
+    def gradient(loss: Tensor, weights: Tensor) -> Tensor:
+        """Gradient (P,) of each stream's loss with respect to its own weights, by one backward."""
+
+        def do(n: int, loss: Value, weights: Value) -> Tensor:
+            found: Tensor | None = ask(GRADIENT, "gradient", gradients, (loss[1], weights[1]))
+            if found is None:
+                raise ModelError(
+                    "no gradient reaches the adapted parameters; does the model's forward run under no_grad, or detach its "
+                    "output?"
+                )
+            return found
+
+        return outside(do, loss, weights)
+
+    @staticmethod
+    def drawn(draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor, begin: Callable[[int], Any]) -> Tensor:
+        """What a function draws for each stream; `begin(i)` gives the random numbers of stream i."""
+
+        def do(n: int, given: Value) -> Tensor:
+            differs, value = given
+            return torch.stack([draw(value[i] if differs else value, begin(i)) for i in range(n)])
+
+        return outside(do, values)
 
     def borrow(self, call: Callable[..., T], *args: Any) -> T:
         """Call it: the fleet has prepared the model for all groups at once."""
@@ -211,6 +211,8 @@ class StackedTransition(Transition):
         core: the step of one stream.
         streams: the number of the batch and the method of each stream.
     """
+
+    streams: list[tuple[int, Method]]
 
     def __init__(self, core: Transition, streams: list[tuple[int, Method]]) -> None:
         vars(self).update(vars(core), model=StackedModel(core.model), streams=streams)
