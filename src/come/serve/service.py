@@ -381,9 +381,13 @@ class Service:
         confidence = self._fleet.confidence(logits, names, valid)
         abstain = ~good if below is None else ~good | below
         logits, sizes = logits.float().cpu(), [len(one.x) for one in requests]
-        columns = [value.cpu().split(sizes) for value in (logits, logits.argmax(dim=1), u, confidence, abstain, good)]
+        columns = [
+            torch.split(value.cpu(), sizes) for value in (logits, logits.argmax(dim=1), u, confidence, abstain, good)
+        ]
         adapted = step or self.mode.kind == "after"
-        return [Answer(*(v.tolist() for v in lists), z.clone(), adapted) for z, *lists in zip(*columns, strict=True)]
+        return [
+            Answer._make([*(v.tolist() for v in lists), z.clone(), adapted]) for z, *lists in zip(*columns, strict=True)
+        ]
 
     def _input(self, parts: Sequence[Tensor]) -> Tensor:
         x = torch.cat(tuple(parts)).to(self._device)

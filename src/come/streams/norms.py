@@ -203,6 +203,8 @@ def plain(norm: nn.Module) -> Callable[..., Tensor] | None:
         return lambda group, x, weight, bias: batch_norm(
             group, x, known.running_mean, known.running_var, weight, bias, known.eps
         )
+    function: Any
+    how: Any
     shape: tuple[int, ...]
     if isinstance(norm, nn.LayerNorm):
         function, how, shape = F.layer_norm, norm.normalized_shape, (3, *norm.normalized_shape)
