@@ -14,12 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import opened
 from come.bench.data.pickles import Call, read_pickle
-from come.bench.data.preprocess import pixels
-from come.bench.data.reading import as_input_error, read_regular
+from come.bench.data.preprocess import opened, pixels
+from come.bench.data.reading import as_input_error, files_of_archive, read_regular
 from come.bench.data.source import MemorySource
-from come.bench.data.tars import files_of_archive
 from come.errors import InputError, shown, unknown
 
 CLASSES, SIDE = 10, 32

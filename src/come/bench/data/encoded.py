@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import MAX_BYTES, decode
-from come.bench.data.preprocess import Preprocess
+from come.bench.data.preprocess import MAX_BYTES, Preprocess, decode
 from come.bench.data.reading import read_regular, stay_inside
 from come.bench.data.source import Loaded, Source
 from come.errors import InputError, one_line, require_int, unknown

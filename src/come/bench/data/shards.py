@@ -12,10 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from come.bench.data.decoding import MAX_BYTES
 from come.bench.data.encoded import EncodedSource, place_and_options
-from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, require_regular
-from come.bench.data.tars import Header
+from come.bench.data.preprocess import MAX_BYTES
+from come.bench.data.reading import IMAGE_ENDINGS, Header, as_input_error, require_regular
 from come.errors import ConfigError, InputError, one_line, pip_install, shown
 
 OPTIONS = ("image", "label", "classes")  # what may follow the shards, as KEY=VALUE

@@ -9,13 +9,14 @@ methods of its table.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from come.errors import unknown
 
@@ -261,16 +262,5 @@ def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
 
 @cache
 def _tables() -> dict[str, PaperTable]:
-    def numbers(values: list[float | None]) -> tuple[float | None, ...]:
-        return tuple(None if value is None else float(value) for value in values)
-
-    def table(columns: list[Any], rows: list[Any], improve: list[Any], **more: Any) -> PaperTable:
-        return PaperTable(
-            columns=tuple(Column(**column) for column in columns),
-            rows=tuple(PaperRow(**row | {"values": numbers(row["values"])}) for row in rows),
-            improve=tuple(PaperImprove(line["method"], numbers(line["values"])) for line in improve),
-            **more,
-        )
-
     text = (files("come.bench") / "paper" / "tables.json").read_text(encoding="utf-8")
-    return {raw["name"]: table(**raw) for raw in json.loads(text)}
+    return {table.name: table for table in TypeAdapter(list[PaperTable]).validate_json(text)}
