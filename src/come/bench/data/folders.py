@@ -25,8 +25,7 @@ LONGEST_LIST = 2**28  # bytes of such a file
 class FileSource(EncodedSource):
     """Images in files below one folder, `PATH` or `PATH:list=FILE`."""
 
-    files: list[Path]
-    """Of each sample, relative to `root`."""
+    files: list[Path]  # of each sample, relative to `root`
 
     def _open(self, rest: str) -> None:
         path, _, self._list = rest.partition(LIST)

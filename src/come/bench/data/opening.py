@@ -29,8 +29,7 @@ class Kind(NamedTuple):
     about: str
     open: Callable[[str, str, Preprocess, OnBadImage], Source]
     """From the specification, what follows the colon in it, and how images are read."""
-    get: str = ""
-    """How to get its files; for the error when the path is missing."""
+    get: str = ""  # how to get its files; for the error when the path is missing
 
 
 KINDS = (

@@ -19,8 +19,7 @@ from come.images.normalization import Normalization
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
 """Accepted whatever the file's ending. Pillow knows many more; one of them starts another program."""
-MAX_PIXELS = 2**30 // 12
-"""Of an image file, 89 million: where Pillow begins to warn. Decoding one takes up to 1 GB."""
+MAX_PIXELS = 2**30 // 12  # of an image file, 89 million: where Pillow begins to warn. Decoding one takes up to 1 GB.
 MAX_BYTES = 8 * MAX_PIXELS  # of an image file: eight bytes a pixel, as uncompressed RGBA of 16 bits has
 
 INTERPOLATIONS = {method.name.lower(): method for method in Image.Resampling}

@@ -20,17 +20,14 @@ from pydantic import TypeAdapter
 
 from come.errors import unknown
 
-Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]
-"""Accuracy and FPR are in percent."""
+Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]  # accuracy and FPR are in percent
 
-SUBSTANTIAL = 5
-"""Tenths of a point below which the paper may print "-" for a difference."""
+SUBSTANTIAL = 5  # tenths of a point below which the paper may print "-" for a difference
 
 UNMIXED = ("standard", "lifelong", "imbalanced")
 """Settings that differ only in order and resets, which do not change the numbers of a model that is not adapted."""
 
-SUMMARIES = ("average", "worst")
-"""Domains computed from others."""
+SUMMARIES = ("average", "worst")  # domains computed from others
 
 
 @dataclass(frozen=True)
@@ -62,12 +59,9 @@ class PaperRow:
     objective: str
     """"em" or "come"; in the ablation also "come:freeze_norm=false", Opinion(freeze_norm=False), and "em:freeze_norm=true",
     Softmax(freeze_norm=True)."""
-    values: tuple[float | None, ...]
-    """In the order of the columns; None where the paper has no number."""
-    sl: bool | None = None
-    """Ablation only: whether the mass is a subjective opinion."""
-    uc: bool | None = None
-    """Ablation only: whether the norm of the logits is held."""
+    values: tuple[float | None, ...]  # in the order of the columns; None where the paper has no number
+    sl: bool | None = None  # ablation only: whether the mass is a subjective opinion
+    uc: bool | None = None  # ablation only: whether the norm of the logits is held
 
 
 @dataclass(frozen=True)
@@ -94,16 +88,12 @@ class PaperTable:
     """
 
     name: str
-    label: str
-    """Its label in the LaTeX source."""
+    label: str  # its label in the LaTeX source
     caption: str
-    model: str
-    """"ViT-B/16" or "ResNet-50-BN"."""
+    model: str  # "ViT-B/16" or "ResNet-50-BN"
     setting: str
-    severity: int | None
-    """Of the corruption; None for clean images."""
-    outliers: float | None
-    """Share of outliers in the stream, where there are any."""
+    severity: int | None  # of the corruption; None for clean images
+    outliers: float | None  # share of outliers in the stream, where there are any
     columns: tuple[Column, ...]
     rows: tuple[PaperRow, ...]
     improve: tuple[PaperImprove, ...]
