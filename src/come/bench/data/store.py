@@ -230,11 +230,8 @@ class DeviceCache(_Wrapper):
         if found is None or not len(chosen) or int(rows.min()) < 0:
             return False
         rest = chosen[~found[2][rows]].tolist()
-        if not rest:
-            return True
-        return isinstance(self.source, DecodedStore) and bool(
-            (self.source.states(rest, corruption, severity) == BAD).all()
-        )
+        store = self.source
+        return not rest or (isinstance(store, DecodedStore) and set(store.states(rest, corruption, severity)) == {BAD})
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """From the device, or else from the source, to the host."""

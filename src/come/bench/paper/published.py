@@ -104,16 +104,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> PaperTable:
-    """The table of that name.
-
-    Example:
-        >>> get("cost").value("memo", "em", "stream", "seconds")
-        20576.0
-        >>> get("cots")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: no table of the paper 'cots'; did you mean 'cost'? Known: ...
-    """
+    """The table of that name."""
     tables = _tables()
     if name not in tables:
         raise unknown("table of the paper", name, tables)
