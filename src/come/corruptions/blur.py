@@ -1,6 +1,6 @@
 """Blur: defocus, glass, motion, zoom and gaussian.
 
-Functions of images (B, 3, H, W) in [0, 1], the parameters of one severity, and the random numbers of the batch.
+Functions of float32 images (B, 3, H, W) in [0, 1], the parameters of one severity, and the random numbers of the batch.
 """
 
 from __future__ import annotations
