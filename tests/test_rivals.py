@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,3 +246,15 @@ def test_the_penalty_is_bounded():
 def test_arguments_out_of_range_are_named(method, arguments, words):
     with pytest.raises(come.ConfigError, match=words):
         come.adapt(tiny(), method, **arguments)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_compositions_runs(capsys):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    import rivals
+
+    sys.path.pop(0)
+    rivals.long_stream(batches=3, every=1, lr=1e-3)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0].split()[0] for line in said][-1] == "steady"
+    assert all("resets" in line for line in said)

@@ -1,6 +1,6 @@
 r"""AdaDEM: entropy minimization with a normalized reward, held back by the running answer of each class.
 
-"Adaptive Decoupled Entropy Minimization", NeurIPS 2025 (arXiv 2511.03256).
+Li, Ma and Xiang, "Decoupled Entropy Minimization", NeurIPS 2025.
 
 The entropy of p = softmax z is :math:`-\sum_j p_j z_j + \log \sum_j e^{z_j}`: a term that pulls towards the leading class and
 one that pushes back. AdaDEM divides by the size of the first term's gradient, and pushes back by what the stream has answered

@@ -1,6 +1,6 @@
 r"""NEO: subtracts the mean of the features that the stream has shown.
 
-"NEO: No-Optimization Test-Time Adaptation", ICLR 2026 (arXiv 2510.05635).
+Murphy et al., "NEO: No-Optimization Test-Time Adaptation through Latent Re-Centering", ICLR 2026.
 
 With features f, the classifier W f + b, and the running mean :math:`\bar f` of the features, this batch included, the answer is
 :math:`W (f - \bar f) + b`. In logits z that is the same as
