@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class EATA(Method):
     """
 
     name = "eata"
-    by_stream = ("margin", "redundancy")
+    by_stream: ClassVar[tuple[str, ...]] = ("margin", "redundancy")
     needs = "source"
     source: Iterable[Input] | None = None
     margin: float = 0.4
