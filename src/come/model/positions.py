@@ -35,7 +35,7 @@ def by_sample(values: Tensor, samples: int, positions: tuple[int, ...]) -> Tenso
     >>> by_sample(torch.zeros(40, 3), 2, (4, 5)).shape
     torch.Size([2, 4, 5, 3])
     """
-    return values.unflatten(0, (samples, *positions)) if positions else values
+    return torch.unflatten(values, 0, (samples, *positions)) if positions else values
 
 
 def by_position(values: Tensor, positions: tuple[int, ...]) -> Tensor:
