@@ -132,7 +132,12 @@ def load(
             f"{name} cannot be called with images of shape (2, 3, {size}, {size}): {one_line(error, first=True)}; give "
             "--image-size N, the side of the images that it takes"
         ) from error
-    return Model(name, module, preprocess, logits_of(out, 2).shape[1])
+    logits = logits_of(out, 2)
+    if logits.ndim > 2:
+        raise ModelError(
+            f"the model must return floating-point logits of shape (2, K) for a batch of 2, got shape {tuple(logits.shape)}"
+        )
+    return Model(name, module, preprocess, logits.shape[1])
 
 
 def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
