@@ -97,6 +97,7 @@ class Context(Located):
         count: int | None,
         seeded: Callable[[], torch.Generator],
         share: Tensor | float | None = None,
+        dense_share: Tensor | float | None = None,
         guarded: bool = False,
         few: bool = False,
         written: list[Written] | None = None,
@@ -121,7 +122,7 @@ class Context(Located):
         """0-d: the learning rate of this step."""
         self._count = count
         self._seeded = seeded
-        self.share = share
+        self.share, self._dense_share = share, dense_share
         """Of the batch's statistics in what BatchNorm normalizes by; None: the source's alone."""
         self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
         """0-d bool: whether every gradient and update so far was finite."""
@@ -186,7 +187,14 @@ class Context(Located):
             sparing: without a gradient if few samples will need one, see `again`.
         """
         with torch.no_grad() if sparing and self.few and self.separate else nullcontext():
-            return self.rows(self.maps(x, weights, statistics=statistics, hooks=hooks, size=size))
+            rows = self.rows(self.maps(x, weights, statistics=statistics, hooks=hooks, size=size))
+            if "dense" not in self.fixed:  # the first logits that anybody has seen
+                self.fixed["dense"] = self.dense
+                if self.dense:
+                    self.share = self._dense_share
+                    if statistics == "own":
+                        rows = self.rows(self.maps(x, weights, hooks=hooks, size=size))
+            return rows
 
     def maps(
         self,
@@ -251,7 +259,6 @@ class Context(Located):
         if "classes" not in self.fixed:
             with torch.no_grad():
                 self.fixed["classes"] = self.forward(x, statistics=None).shape[1]
-            self.fixed["dense"] = self.dense
         found: int = self.fixed["classes"]
         return found
 
