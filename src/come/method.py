@@ -19,7 +19,7 @@ from come.model.inputs import Inputs
 from come.objectives import Objective
 from come.optim import OptimizerFactory, adam, sgd
 from come.registry import Registry
-from come.select import Selector, norm_affine
+from come.select import Selector, named, norm_affine
 from come.step.context import Context as Context
 
 
@@ -93,7 +93,8 @@ class Method(ABC):
 
     Args:
         objective: a name (`come.objectives.names()`) or an `Objective`.
-        select: a function from the model to a dict of the parameters to adapt, by name, whether or not they require gradients.
+        select: a function from the model to a dict of the parameters to adapt, by name, whether or not they require gradients;
+            or a name of `come.select.NAMED`, such as "head".
         lr: learning rate; None is the method's default, the paper's where there is one: for Tent 1e-3 x batch/64 for models
             with LayerNorm, GroupNorm and the like, 2.5e-4 for models with BatchNorm (x batch/32 for batches below 32).
         optimizer: "sgd", "adam", `come.optim.sgd(momentum=0.5)`, or a function (parameters, lr) -> torch optimizer.
@@ -149,6 +150,8 @@ class Method(ABC):
     """Why its batches cannot be divided over ranks, if so."""
     unexported: ClassVar[str] = ""
     """Why no exported model can give its answers, if so; see `Adapter.export`."""
+    alone: ClassVar[bool] = False
+    """Whether it answers each sample by itself, from views of it that it makes."""
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that only `setup` uses; they are not kept."""
 
@@ -162,6 +165,7 @@ class Method(ABC):
     statistics: StatisticsRule | None = None
 
     def __post_init__(self) -> None:
+        self.select = named(self.select)
         limit = "a positive number, or None for the default"
         require(
             self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit
