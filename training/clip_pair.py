@@ -1,4 +1,4 @@
-"""Trains a small CLIP on photographs of clothes with captions, in minutes on a CPU: open_clip's classes, its tokenizer and loss.
+"""Trains a small CLIP on photographs of clothes with captions, in minutes on a CPU: with open_clip's classes and tokenizer.
 
 apt-get install dataset-fashion-mnist
 python training/clip_pair.py /usr/share/datasets/fashion-mnist clip-pair.safetensors
@@ -76,9 +76,7 @@ def attributes(x: Tensor) -> list[list[str]]:
     share = there.float().mean(dim=1)
     bright = (x * there).sum(dim=1) / there.sum(dim=1).clamp_min(1)
     words = (("dark", "grey", "bright"), bright), (("small", "medium-sized", "large"), share)
-    return [
-        [kinds[int(i)] for i in torch.bucketize(v, v.quantile(torch.tensor([1 / 3, 2 / 3])))] for kinds, v in words
-    ]
+    return [[kinds[int(i)] for i in torch.bucketize(v, v.quantile(torch.tensor([1 / 3, 2 / 3])))] for kinds, v in words]
 
 
 def captions(labels: Tensor, words: list[list[str]], rows: Tensor, random: np.random.Generator) -> list[str]:

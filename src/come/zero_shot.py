@@ -2,8 +2,8 @@ r"""Zero-shot classifiers: an image belongs to the class whose text embedding is
 
 .. math:: z_k = \tau \cos(f(x), t_k) + b
 
-f is the image tower, t_k the prototype of class k: the averaged embedding of sentences with its name. They are computed once, so
-the text tower is not part of the classifier. tau is the logit scale that the network has learned, b is the bias of SigLIP.
+f is the image tower, t_k the prototype of class k: the averaged embedding of sentences with its name. Prototypes are computed
+once, so the text tower is not part of the classifier. tau is the logit scale that the network has learned, b SigLIP's bias.
 
 Norm layers of the image tower adapt; with `select="head"` the prototypes do, and stay unit vectors. Use an objective that does
 not depend on the constant in the logits: "invariant", which is the default of `come.adapt`. See docs/zeroshot.md.
@@ -36,8 +36,8 @@ class Prototypes(nn.Linear):
         bias: added to all logits; 0 makes a layer without a bias.
 
     Example:
-        >>> Prototypes(torch.eye(2) * 7)(torch.tensor([[3.0, 4.0]]))
-        tensor([[3., 4.]], grad_fn=<MmBackward0>)
+        >>> Prototypes(torch.eye(2) * 7)(torch.tensor([[3.0, 4.0]])).detach()
+        tensor([[3., 4.]])
     """
 
     def __init__(self, vectors: Tensor, bias: float = 0.0) -> None:
@@ -110,8 +110,9 @@ def prototypes(
     found = []
     for name in classes:
         sentences = [one.format(name) if isinstance(one, str) else one(name) for one in templates]
-        found.append(F.normalize(encode(sentences).float(), dim=-1).mean(dim=0))
-    return F.normalize(torch.stack(found), dim=-1)
+        vectors = encode(sentences)
+        found.append(F.normalize(vectors.float(), dim=-1).mean(dim=0))
+    return F.normalize(torch.stack(found), dim=-1).to(vectors)
 
 
 def embedding(found: Any) -> Tensor:
@@ -122,5 +123,7 @@ def embedding(found: Any) -> Tensor:
         if not isinstance(found, Tensor) and isinstance(getattr(found, name, None), Tensor):
             found = getattr(found, name)
     if not isinstance(found, Tensor):
-        raise InputError(f"a tower must return embeddings (B, d), got {type(found).__name__}; wrap it in a module that does")
+        raise InputError(
+            f"a tower must return embeddings (B, d), got {type(found).__name__}; wrap it in a module that does"
+        )
     return found

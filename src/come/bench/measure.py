@@ -15,6 +15,8 @@ from come.bench.data import Account, Batch, batches
 from come.bench.data.store import DeviceCache
 from come.bench.machine import Meter
 from come.bench.record import COLUMNS, Record, Result, Rows
+from come.bench.settings import get as get_setting
+from come.episodic import Episodic
 from come.errors import ComeError, InputError
 from come.guard import Event
 from come.method import Step
@@ -82,17 +84,26 @@ class CellRun:
         self, adapter: Adapter, meter: Meter, events: Sequence[Event], on_batch: Callable[[int], None]
     ) -> tuple[Record, Rows]:
         """The record and its rows, by an adapter that has not seen a batch; `on_batch` is told how many samples are done."""
+        stepper = self._stepper(adapter)
         for batch, fresh in self:
             if fresh:
                 adapter.reset()
             try:
-                step = adapter.step(batch.images)
+                step = stepper.step(batch.images)
             except InputError as error:
                 raise UnfitError(str(error)) from error
             self.add(step, batch)
             on_batch(len(batch.labels))
-        lr = adapter.learning_rate(self.cell.batch_size) if adapter.method.descends else None
+        size = stepper.views if isinstance(stepper, Episodic) else self.cell.batch_size
+        lr = adapter.learning_rate(size) if adapter.method.descends else None
         return self.record(meter, adapter.health(), events, lr)
+
+    def _stepper(self, adapter: Adapter) -> Adapter | Episodic:
+        """The adapter, or what shows it views of one image at a time."""
+        if not get_setting(self.cell.setting).alone:
+            return adapter
+        views, normalization = self.cell.views or Episodic.views, self._inputs.model.preprocess.normalization
+        return Episodic(adapter, views, normalization, seed=self.cell.seed)
 
     def add(self, step: Step, batch: Batch) -> None:
         """Note what a step said of the last batch."""

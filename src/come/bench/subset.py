@@ -14,6 +14,7 @@ from come.bench.models import Model
 from come.errors import ModelError
 from come.model.heads import Head
 from come.model.inputs import logits_of
+from come.zero_shot import Prototypes
 
 
 class Chosen(nn.Module):
@@ -64,7 +65,7 @@ def _narrowed(model: Model, classes: Tensor) -> nn.Module | None:
     except ModelError:
         return None
     layer = head.linear
-    if type(layer) is not nn.Linear or layer.out_features != model.num_classes:
+    if type(layer) not in (nn.Linear, Prototypes) or layer.out_features != model.num_classes:
         return None
     places = classes.to(layer.weight.device)
     layer.out_features = len(classes)

@@ -36,4 +36,6 @@ def zero_shot(
 
     bias = getattr(model, "logit_bias", None)
     found = prototypes(encode, classes, templates)
-    return ZeroShot(tower.visual, found, float(tower.logit_scale.detach().exp()), 0.0 if bias is None else float(bias.detach()))
+    return ZeroShot(
+        tower.visual, found, float(tower.logit_scale.detach().exp()), 0.0 if bias is None else float(bias.detach())
+    )

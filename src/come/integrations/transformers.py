@@ -17,7 +17,10 @@ class Tower(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         parts: Any = model
-        self.vision_model, self.visual_projection = parts.vision_model, getattr(model, "visual_projection", nn.Identity())
+        self.vision_model, self.visual_projection = (
+            parts.vision_model,
+            getattr(model, "visual_projection", nn.Identity()),
+        )
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Embed a batch."""
@@ -51,7 +54,9 @@ def zero_shot(
     device = next(model.parameters()).device
 
     def encode(sentences: list[str]) -> Tensor:
-        given = tokenizer(text=sentences, padding="max_length", truncation=True, return_tensors="pt")  # as SigLIP was trained
+        given = tokenizer(
+            text=sentences, padding="max_length", truncation=True, return_tensors="pt"
+        )  # as SigLIP was trained
         return embedding(both.get_text_features(**{name: value.to(device) for name, value in given.items()}))
 
     bias = getattr(model, "logit_bias", None)

@@ -11,10 +11,10 @@ With the unit features v of the model's last layer and its answer p = softmax z,
     N  the same, `negative` of them, of the samples of middling entropy: between 0.2 and 0.5 of the largest, ln K. Each speaks
        against all classes that it gave more than `floor`, since it was not sure of any
 
-Made for CLIP, whose features are those of the image tower; works with every model whose logits come from one linear layer. Adapts
-the answer, through the caches; no parameter of the model changes. One forward per batch, BatchNorm on its source statistics.
-The objective is not used. Memory: K x (positive + negative) features and K x negative x K marks. A batch enters the caches
-before it is answered, as a single sample does in the published code; with batches of one the answers are the published ones.
+Made for CLIP, whose features are those of the image tower; works with every model whose logits come from one linear layer.
+Adapts the answer, through the caches; no parameter of the model changes. One forward per batch, BatchNorm on its source
+statistics. The objective is not used. Memory: K x (positive + negative) features and K x negative x K marks. A batch enters the
+caches before it is answered, as a single sample does in the published code: with batches of one the two do the same.
 
 The published code divides entropies by log2 K instead of ln K, so that its bounds 0.2 and 0.5 are 0.29 and 0.72 of the
 largest; `quirks=True` does it. Its constants for ImageNet are the defaults here; it has others for each data set. `alpha` is in

@@ -7,11 +7,10 @@ Shu et al., "Test-Time Prompt Tuning for Zero-Shot Generalization in Vision-Lang
     theta' = theta - one step of Adam down dH(m)/dtheta
     answer f_theta'(x), and back to theta
 
-The paper tunes the words of CLIP's prompt. Here theta is one vector for each class, the weight of the layer that gives the
-logits: for a zero-shot classifier (`come.zero_shot`) its text prototypes, so that the text tower need not run. That is our
-deviation; it is what the words can change, without the bond that they put on all classes. `select="norm_affine"` moves the norm
-layers of the image tower in its place. Needs images whose normalization is known. For each image one forward and one backward of
-all its views, and one forward. BatchNorm uses its source statistics.
+Deviation: the paper tunes the words of CLIP's prompt, which all classes share. Here theta is one vector for each class, the
+weight of the layer that gives the logits: in a zero-shot classifier (`come.zero_shot`) its text prototypes, so the text tower
+need not run. `select="norm_affine"` moves the norm layers of the image tower in its place. Needs images whose normalization is
+known. For each image one forward and one backward of all its views, and one forward. BatchNorm uses its source statistics.
 
 COME: H is the objective's entropy of the averaged mass, as in MEMO; views are ranked by the softmax entropy, whatever the
 objective.
