@@ -178,9 +178,13 @@ class Protocol(Description):
             if normal is None
             else f"Inputs are normalized by mean ({_numbers(normal[0])}) and std ({_numbers(normal[1])}).",
             f"In the {plan.setting} setting ({setting.summary.partition(';')[0]}) there are {len(shifts)} corruptions of "
-            f"severity {plan.severity}: {', '.join(shifts)}.",
-            f"Each has all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
-            f"The metric is the accuracy, averaged over the {len(shifts)} parts with equal weights.",
+            f"severity {plan.severity}: {', '.join(shifts)}. Each has"
+            if shifts
+            else f"In the {plan.setting} setting the stream has",
+            f"all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
+            f"The metric is the accuracy, averaged over the {len(shifts)} parts with equal weights."
+            if shifts
+            else "The metric is the accuracy.",
             "There is no number for the model without adaptation yet."
             if self.no_adapt is None
             else f"The model without adaptation must reach {self.expected}.",
@@ -292,7 +296,7 @@ def _filled() -> Registry[Protocol]:
 
 
 def _shipped() -> Iterator[Protocol]:
-    """Those in protocols.json. All run the paper's corruptions, and methods as they were published, without a guard."""
+    """Those in protocols.json. All run the paper's corruptions, if any, and methods as they were published, without a guard."""
     here = files("come.bench")
     for name, about in json.loads((here / "protocols.json").read_text(encoding="utf-8")).items():
         if name == "fashion":  # hash and number stand beside the weights, so that they change together
@@ -300,5 +304,7 @@ def _shipped() -> Iterator[Protocol]:
             measured = json.loads((here / "embedded" / f"{model}.json").read_text(encoding="utf-8"))
             about["images"] = len(FashionSource())
             about |= {"weights_sha256": measured.get("sha256"), "no_adapt": measured.get("no_adapt")}
-        fixed = {"guard": False, "corruptions": corruptions.names("standard")} | about.pop("plan")
+        fixed = {"guard": False} | about.pop("plan")
+        if settings.get(fixed.get("setting", "standard")).corruptions is None:
+            fixed["corruptions"] = corruptions.names("standard")
         yield Protocol(name=name, plan=Plan(**fixed), **about)

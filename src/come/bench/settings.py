@@ -271,6 +271,7 @@ NO_RECOVERY = {"sar": {"recover_below": 0.0}}
 """The paper switches SAR's recovery off where the model is never reset."""
 
 OPEN_WORLD = frozenset({"outliers", "outlier_ratio"})
+VIEWS = frozenset({"views"})
 
 for _setting in (
     Setting("standard", "each corruption by itself, from the source model", _standard),
@@ -292,6 +293,8 @@ for _setting in (
     Setting("small-batches", "standard with batches of 64, 16, 4, 2 and 1", _small_batches,
             ignores=frozenset({"batch_size"})),
     Setting("episodic", "each image by itself: adapt to --views views of it, answer, forget", _standard,
-            reads=frozenset({"views"}), ignores=frozenset({"batch_size"}), alone=True),
+            reads=VIEWS, ignores=frozenset({"batch_size"}), alone=True),
+    Setting("episodic-natural", "the same for images that are shifted already", _natural, "", corruptions=(), reads=VIEWS,
+            ignores=frozenset({"batch_size", "corruptions", "severity"}), alone=True),
 ):  # fmt: skip
     register(_setting)
