@@ -39,12 +39,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "source": {"method": "source"},
     **{f"Tent, {o}": {"method": "tent", "objective": o} for o in ("em", "come", "invariant")},
     **{f"Tent, {o}, 4e-3": {"method": "tent", "objective": o, "lr": 4e-3} for o in ("em", "come", "invariant")},
+    **{f"Tent, {o}, 1.6e-2": {"method": "tent", "objective": o, "lr": 1.6e-2} for o in ("em", "come", "invariant")},
     "Tent, invariant, prototypes": {"method": "tent", "objective": "invariant", "select": "head"},
     "default (steady)": {"method": "steady"},
+    "steady, 4e-4": {"method": "steady", "lr": 4e-4},
     "steady, prototypes": {"method": "steady", "select": "head"},
     "TDA": {"method": "tda"},
 }
-SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
+SCALES = (0.25, 0.5, 2.0, 4.0)
 
 
 class Images:
@@ -160,7 +162,7 @@ def main() -> None:
     if args.command == "angles":
         return angles(model, images)
     learned, found = model.scale, dict[str, list[Any]]()
-    chosen = ["Tent, em", "Tent, invariant", "default (steady)", "TDA"] if args.command == "scales" else args.only
+    chosen = ["Tent, invariant, 4e-3", "steady, 4e-4", "TDA"] if args.command == "scales" else args.only
     for name in chosen:
         for factor in SCALES if args.command == "scales" else (1.0,):
             model.scale = learned * factor

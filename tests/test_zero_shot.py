@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 import come
 from come import objectives, select, testing
-from come.bench import models
+from come.bench import Plan, models, run
 from come.bench.clip import class_lists
 from come.bench.subset import restricted
 from come.episodic import Episodic
@@ -154,7 +156,9 @@ def test_prototypes_that_adapt_stay_directions(method):
 
 
 def test_a_fleet_refuses_prototypes():
-    with pytest.raises(come.ConfigError, match=r"'head.weight' cannot differ by stream: .*, or use one adapter for each"):
+    with pytest.raises(
+        come.ConfigError, match=r"'head.weight' cannot differ by stream: .*, or use one adapter for each"
+    ):
         come.Fleet(classifier(), "tent", streams=2, select="head")
 
 
@@ -315,3 +319,108 @@ def test_lists_of_class_names():
     sizes = {"cifar10": 10, "dtd": 47, "eurosat": 10, "food101": 101, "pets": 37}
     assert {name: len(names) for name, names in found.items()} == sizes
     assert all(len(set(names)) == len(names) for names in found.values())
+
+
+# ---- in the benchmark ----
+
+
+def test_the_setting_answers_each_image_by_itself(tmp_path):
+    given = {"data": "fashion:12", "corruptions": ("fog",), "objectives": ("em",), "model": "fashion-resnet-gn"}
+    methods = ("source", "tent:lr=0.05", "lame")
+    records = run(Plan(setting="episodic", views=4, methods=methods, **given), tmp_path / "alone")
+    found = {record.cell.method: record for record in records}
+    assert set(found) == {"source", "tent:lr=0.05"}  # one image has no neighbours
+    (source,) = run(Plan(methods=("source",), **given), tmp_path / "standard")
+    assert found["source"].result.metrics["fog"] == pytest.approx(source.result.metrics["fog"], nan_ok=True)
+    assert found["tent:lr=0.05"].result.metrics["fog"]["nll"] != source.result.metrics["fog"]["nll"]
+    assert found["source"].cell.views == 4
+    with pytest.raises(
+        come.ConfigError, match="views has no effect in the standard setting; leave it out, or choose --setting"
+    ):
+        Plan(views=4)
+    with pytest.raises(come.ConfigError, match="batch-size has no effect in the episodic setting"):
+        Plan(setting="episodic", batch_size=8)
+
+
+def test_a_selection_by_name_on_the_command_line():
+    (cell,) = Plan(methods=("tent:select=head",), objectives=("invariant",), corruptions=("fog",)).cells(10)
+    assert cell.hyper == {"select": "head"}
+    with pytest.raises(come.ConfigError, match="no selector 'heads'"):
+        Plan(methods=("tent:select=heads",))
+
+
+def test_classes_and_templates_by_name_or_file(tmp_path, monkeypatch):
+    open_clip = pytest.importorskip("open_clip")
+
+    about = {"embed_dim": 8, "vision_cfg": VISION, "text_cfg": TEXT}
+    (tmp_path / "small-clip.json").write_text(json.dumps(about))
+    open_clip.add_model_config(tmp_path / "small-clip.json")
+    torch.manual_seed(0)
+    save_file({k: v.contiguous() for k, v in open_clip.CLIP(**about).state_dict().items()}, tmp_path / "w.safetensors")
+    (tmp_path / "sentences.txt").write_text("a photo of a {}.\n\na drawing of a {}.\n")
+
+    def load(*more):
+        return models.load(":".join(["open_clip:small-clip", *more]), checkpoint=tmp_path / "w.safetensors").module
+
+    plain, both = load("classes=cifar10"), load("classes=cifar10", f"templates={tmp_path}/sentences.txt")
+    assert plain(images(2)).shape == both(images(2)).shape == (2, 10)
+    assert not torch.allclose(plain.head.weight, both.head.weight)
+    assert plain.scale == pytest.approx(1 / 0.07, rel=1e-4)
+    monkeypatch.setattr(open_clip, "IMAGENET_CLASSNAMES", CLASSES)
+    monkeypatch.setattr(open_clip, "OPENAI_IMAGENET_TEMPLATES", [lambda name: f"art of a {name}."])
+    assert load("classes=imagenet", "templates=openai")(images(2)).shape == (2, 4)
+    with pytest.raises(come.ConfigError, match=r"cannot read the templates of open_clip:.*: .*No such file"):
+        load("classes=cifar10", "templates=lost.txt")
+
+
+def test_a_siglip_of_open_clip_keeps_its_bias():
+    open_clip = pytest.importorskip("open_clip")
+
+    from come.integrations.open_clip import zero_shot
+
+    torch.manual_seed(0)
+    model = open_clip.CLIP(embed_dim=8, vision_cfg=VISION, text_cfg=TEXT, init_logit_bias=-10.0).eval()
+    read, x = open_clip.SimpleTokenizer(context_length=16), images(3)
+    found = zero_shot(model, read, CLASSES)
+    with torch.no_grad():
+        texts = model.encode_text(read([f"a photo of a {name}." for name in CLASSES]), normalize=True)
+        expected = model.logit_scale.exp() * model.encode_image(x, normalize=True) @ texts.T + model.logit_bias
+    assert torch.allclose(found(x), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Clip", "Siglip"])
+def test_the_towers_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+
+    from come.integrations.transformers import zero_shot
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    text = small | {
+        "vocab_size": 40,
+        "max_position_embeddings": 8,
+        "eos_token_id": 39,
+        "bos_token_id": 38,
+        "pad_token_id": 37,
+    }
+    vision = small | {"image_size": 8, "patch_size": 4}
+    if kind == "Clip":
+        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+        model = transformers.CLIPModel(config).eval()
+    else:
+        config = transformers.SiglipConfig(text_config=text | {"projection_size": 16}, vision_config=vision)
+        model = transformers.SiglipModel(config).eval()
+
+    def read(text, padding, truncation, return_tensors):
+        ids = [[38, *(ord(letter) % 37 for letter in one[-7:-2]), 39, 37] for one in text]
+        return {"input_ids": torch.tensor(ids)}
+
+    found, x = zero_shot(model, read, CLASSES), images(3)
+    ids = read([f"a photo of a {name}." for name in CLASSES], "", True, "pt")
+    with torch.no_grad():
+        expected = model(pixel_values=x, **ids).logits_per_image
+    assert torch.allclose(found(x), expected, atol=1e-4)
+    adapter = come.adapt(found, objective="invariant")
+    assert adapter(x).shape == (3, 4)
+    assert not any("text" in name for name in adapter.adapted_parameters)
+    with pytest.raises(come.ModelError, match="Linear has no vision_model; load a CLIPModel or SiglipModel"):
+        zero_shot(nn.Linear(2, 2), read, CLASSES)
