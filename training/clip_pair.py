@@ -3,7 +3,7 @@
 apt-get install dataset-fashion-mnist
 python training/clip_pair.py /usr/share/datasets/fashion-mnist clip-pair.safetensors
 come bench --model training.clip_pair:classifier:img_size=32:weights=clip-pair.safetensors --data fashion \\
-           --mean 0.5 0.5 0.5 --std 0.5 0.5 0.5
+           --mean 0.5,0.5,0.5 --std 0.5,0.5,0.5
 
 A caption is made of a template, a name of the class or another word for it, and two attributes that are read off the image: how
 bright and how large it is. The logit scale is learned, logits are scaled cosines. Captions that come twice in a batch count

@@ -9,39 +9,32 @@ from torch import nn
 
 import come
 
-generator = torch.Generator().manual_seed(0)
 torch.manual_seed(0)
 NOTES, window, time = 6, torch.hann_window(128), torch.arange(1024) / 4000
 
 
 def sounds(count, telephone=False):
     """Log-spectrograms (B, 1, 65, 17) and labels."""
-    labels = torch.randint(NOTES, (count,), generator=generator)
-    pitch = 220 * 2 ** (labels / NOTES + 0.05 * torch.randn(count, generator=generator))
+    labels = torch.randint(NOTES, (count,))
+    pitch = 220 * 2 ** (labels / NOTES + 0.05 * torch.randn(count))
     wave = sum((2 * torch.pi * k * pitch[:, None] * time).sin() / k for k in (1, 2, 3))
-    wave = wave + 0.3 * torch.randn(wave.shape, generator=generator)
+    wave = wave + 0.3 * torch.randn(wave.shape)
     if telephone:
-        wave = 0.1 * wave + 0.5 * (2 * torch.pi * 50 * time).sin() + 0.05 * torch.randn(wave.shape, generator=generator)
+        wave = 0.1 * wave + 0.5 * (2 * torch.pi * 50 * time).sin() + 0.05 * torch.randn(wave.shape)
     return torch.stft(wave, 128, 64, window=window, return_complex=True).abs().add(1e-3).log()[:, None], labels
 
 
-layers = [
-    nn.Conv2d(1, 16, (7, 3), 2),
-    nn.BatchNorm2d(16),
-    nn.ReLU(),
-    nn.Conv2d(16, 16, 3, 2),
-    nn.BatchNorm2d(16),
-    nn.ReLU(),
-]
-model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d((14, 1)), nn.Flatten(), nn.Linear(224, NOTES))
+def block(channels):
+    return nn.Sequential(nn.Conv2d(channels, 16, 5, 2), nn.BatchNorm2d(16), nn.ReLU())
+
+
+model = nn.Sequential(block(1), block(16), nn.AdaptiveAvgPool2d((14, 1)), nn.Flatten(), nn.Linear(224, NOTES))
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-for _ in range(50):
-    x, y = sounds(64)
+for x, y in (sounds(64) for _ in range(50)):
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step(), optimizer.zero_grad()
 
-stream = [sounds(64, telephone=True) for _ in range(15)]
-source, steady = come.adapt(model, "source"), come.adapt(model)
-right = [sum(int((c(x).argmax(1) == y).sum()) for x, y in stream) / 960 for c in (source, steady)]
+stream, both = [sounds(64, telephone=True) for _ in range(15)], (come.adapt(model, "source"), come.adapt(model))
+right = [sum(int((c(x).argmax(1) == y).sum()) for x, y in stream) / 960 for c in both]
 print(f"source {right[0]:.1%}, adapted {right[1]:.1%}")
 assert right[1] > right[0] + 0.05

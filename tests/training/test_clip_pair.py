@@ -45,7 +45,7 @@ def test_one_command_makes_the_weights_and_the_next_uses_them(script, tmp_path, 
     script.main()
     assert "zero-shot accuracy on clean images" in capsys.readouterr().out
     model = ("--model", f"training.clip_pair:classifier:img_size=32:weights={weights}", "--data", "fashion:32")
-    scaled = ("--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5")
+    scaled = ("--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5")
     how = ("--methods", "source,tda", "--corruptions", "fog", "--out", str(tmp_path / "run"), "--workers", "0")
     code, out, err = call(monkeypatch, capsys, "bench", *model, *scaled, *how)
     assert code == 0, err
