@@ -210,7 +210,7 @@ def test_tda_is_the_papers_algorithm(batch):
 
 
 def test_a_fleet_refuses_what_looks_at_features():
-    with pytest.raises(come.ConfigError, match="looks into the model by hooks, .* use one adapter for each stream"):
+    with pytest.raises(come.ConfigError, match=r"looks into the model by hooks, .* use one adapter for each stream"):
         come.Fleet(classifier(), "tda", streams=2)(images(2), [0, 1])
 
 

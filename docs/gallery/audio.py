@@ -24,11 +24,8 @@ def sounds(count, telephone=False):
     return torch.stft(wave, 128, 64, window=window, return_complex=True).abs().add(1e-3).log()[:, None], labels
 
 
-def block(channels):
-    return nn.Sequential(nn.Conv2d(channels, 16, 5, 2), nn.BatchNorm2d(16), nn.ReLU())
-
-
-model = nn.Sequential(block(1), block(16), nn.AdaptiveAvgPool2d((14, 1)), nn.Flatten(), nn.Linear(224, NOTES))
+blocks = [nn.Sequential(nn.Conv2d(c, 16, 5, 2), nn.BatchNorm2d(16), nn.ReLU()) for c in (1, 16)]
+model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d((14, 1)), nn.Flatten(), nn.Linear(224, NOTES))
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 for x, y in (sounds(64) for _ in range(50)):
     nn.functional.cross_entropy(model(x), y).backward()
