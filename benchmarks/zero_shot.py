@@ -133,18 +133,21 @@ def angles(model: ZeroShot, images: Images) -> None:
 
 
 def table(file: Path) -> None:
-    """Mean and standard deviation over the seeds."""
-    streams = ("clean", "standard", "lifelong")
+    """Over the seeds: mean and standard deviation of the gain over the source in points, and means of what abstention does."""
+    streams, kept = ("clean", "standard", "lifelong"), json.loads(file.read_text())
     print("| | clean | standard | lifelong | answered, error: clean | standard | lifelong |\n|---|" + "---:|" * 6)
-    for name, seeds in json.loads(file.read_text()).items():
+    for name, seeds in kept.items():
 
-        def told(stream: str, metric: str, seeds: list[Any] = seeds) -> str:
-            values = torch.tensor([seed[stream][metric] for seed in seeds], dtype=torch.float64)
-            return f"{values.mean():.1f}" + (f" ± {values.std():.1f}" if len(values) > 1 else "")
+        def values(stream: str, metric: str, seeds: list[Any] = seeds) -> Tensor:
+            return torch.tensor([seed[stream][metric] for seed in seeds], dtype=torch.float64)
 
-        accuracy = [told(stream, "accuracy") for stream in streams]
-        kept = [f"{told(s, 'answered')}, {told(s, 'error')}" for s in streams]
-        print(f"| {name} | {' | '.join(accuracy + kept)} |")
+        cells = []
+        for stream in streams:
+            accuracy, source = values(stream, "accuracy"), values(stream, "accuracy", kept["source"])
+            gain = accuracy - source
+            cells.append(f"{accuracy.mean():.1f}" + (f" ({gain.mean():+.1f} ± {gain.std():.1f})" if gain.any() else ""))
+        cells += [f"{values(s, 'answered').mean():.1f}, {values(s, 'error').mean():.1f}" for s in streams]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def main() -> None:
