@@ -15,7 +15,7 @@ import come
 from come import objectives, select, testing
 from come.bench import Plan, models, run
 from come.bench.clip import class_lists
-from come.bench.subset import restricted
+from come.bench.models import restricted
 from come.episodic import Episodic
 from come.images.augment import crops
 from come.methods.t3a import EMPTY, lowest

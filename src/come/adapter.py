@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,30 +16,27 @@ from torch import Tensor, nn
 from come import export as exporting
 from come import methods
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences
-from come.errors import ClosedError, ConfigError, require
+from come.errors import ConfigError, require
 from come.guard.config import Event, Guard
-from come.method import Frozen, Method, Step
+from come.method import Frozen, Method, Step, Written, undo
 from come.model.copies import Precision
 from come.model.inputs import Input, Inputs
 from come.model.interface import LikeModel
-from come.model.locks import ModelLock, exclusive
+from come.model.locks import exclusive, untracked
 from come.model.ranks import Ranks
 from come.objectives import Objective
 from come.state import saving
-from come.state.trees import replace
-from come.step.context import Written, undo, untracked
 from come.step.engine import Engine, own_rows
-from come.step.events import report, safely
+from come.step.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
 Callback = Callable[["Adapter", Step], None]
 """Called with the adapter and what a step returned, after each step."""
 
 
-class Adapter(LikeModel):
+class Adapter(Lifecycle, LikeModel):
     """A classifier that adapts while it predicts. `come.adapt` makes one; it is called in place of the model.
 
     The model is not changed: adapted weights live in the adapter, in float32 or better, and replace the model's own only while
@@ -51,7 +47,6 @@ class Adapter(LikeModel):
         self._engine = engine
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
-        self._closed = False
         self._to_undo: list[Written] = []
         with untracked():
             self._state = engine.first()
@@ -74,10 +69,6 @@ class Adapter(LikeModel):
         """The guard's configuration, or None."""
         return self._engine.guard
 
-    @property
-    def _lock(self) -> ModelLock:
-        return self._engine.lock
-
     # ---- calling it ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -99,7 +90,7 @@ class Adapter(LikeModel):
                 self._follow()
                 self._state, out, events = self._engine.step(self._state, x, written)
                 if events:
-                    self._count(report(self._engine, events))
+                    self._count(self._engine.report(events))
                 if rows is not None:
                     out = own_rows(out, rows)
                 if self.callbacks:
@@ -135,13 +126,7 @@ class Adapter(LikeModel):
             self._check_open()
             self._follow()
             out = self._engine.answer(self._state, x)
-            if self._state.abstention is not None:
-                out = out._replace(abstain=self._abstains(out.logits, out.valid))
             return out if rows is None else own_rows(out, rows)
-
-    def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(logits)
 
     def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         """How sure each answer is, (B, K) -> (B,), by the score that the threshold is on; see `come.abstain.confidences`.
@@ -207,7 +192,7 @@ class Adapter(LikeModel):
             self._follow()
             promise = self._engine.calibrated(data, wanted)
             self._engine.promise = promise
-            self._state = replace(self._state, abstention=Abstention.begin(promise, self._engine.device))
+            self._state = self._state._replace(abstention=Abstention.begin(promise, self._engine.device))
             return promise
 
     @property
@@ -217,13 +202,10 @@ class Adapter(LikeModel):
 
     def abstains(self, logits: Tensor) -> Tensor:
         """Which of the answers not to rely on, (B, K) -> (B,) bool, by the threshold that is in force now."""
-        return self._abstains(logits)
-
-    def _abstains(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         known = self._state.abstention
         if known is None:
             raise ConfigError("no threshold was chosen; calibrate() first")
-        return abstains(known.promise, self._engine.objective, logits, known.threshold, valid)
+        return abstains(known.promise, self._engine.objective, logits, known.threshold)
 
     # ---- around a step ----
 
@@ -235,11 +217,6 @@ class Adapter(LikeModel):
             self._follow()
             return self._engine.batch(args, kwargs, self._state, self._check_open)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"this {self.method.name} adapter is closed; adapt() the model again")
-
-    @untracked()
     def _follow(self) -> None:
         """Bring everything to where the user has moved the model; first undo what an interrupted step has written."""
         if self._to_undo:
@@ -251,12 +228,12 @@ class Adapter(LikeModel):
         failed, step = [], 0 if self._state.watch is None else self._state.watch.steps
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__name__", type(callback).__name__)
-            failed += safely(self._engine, f"callback {name}", step, callback, self, out)
+            failed += self._engine.safely(f"callback {name}", step, callback, self, out)
         return failed
 
     def _count(self, events: list[Event]) -> None:
         if events and self._state.watch is not None:
-            self._state = replace(self._state, watch=self._state.watch.counted(events))
+            self._state = self._state._replace(watch=self._state.watch.counted(events))
 
     # ---- what can be seen ----
 
@@ -321,18 +298,7 @@ class Adapter(LikeModel):
             model.check_unchanged()
             with untracked():
                 model.overwrite(self._state.weights)
-        self._engine.compiled.forget()
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        """Enter a `with` block; at its end the adapter is closed."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
+        self._end()
 
     @exclusive
     def __getstate__(self) -> dict[str, Any]:
@@ -485,7 +451,7 @@ def adapt(
         >>> classifier(torch.randn(8, 4)).shape
         torch.Size([8, 3])
     """
-    engine = Engine.of(
+    engine = Engine(
         model,
         method,
         objective=objective,

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
-from come.bench.checkpoints import head_size, put_weights, read_weights
+from come.bench.checkpoints import head_size
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import hub_file
 from come.errors import ModelError, missing, one_line, shown
@@ -23,17 +23,11 @@ WEIGHTS = tuple(f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.
 INSTEAD = "give hf:FOLDER, a folder that save_pretrained wrote"
 
 
-def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
+def load_transformers(name: str, spec: str, state: dict[str, Tensor] | None) -> tuple[nn.Module, Preprocess]:
     """A classifier of transformers, and what its image processor says of its inputs.
 
-    Args:
-        name: of the model, for errors.
-        spec: a model of the Hub or a folder, and arguments of `from_pretrained`: "google/vit-base-patch16-224:revision=main".
-        checkpoint: a file with the weights in place of the pretrained ones.
-
-    Raises:
-        MissingError: transformers is missing.
-        ModelError: there is no such model, it cannot be read, or it is no image classifier.
+    `spec` is a model of the Hub or a folder, and arguments of `from_pretrained`: "google/vit-base-patch16-224:revision=main".
+    Where the caller has weights of its own, only the shape of their head matters here: no others are read.
     """
     try:
         zoo: Any = import_module("transformers")
@@ -41,8 +35,7 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
         raise missing(name, error, "hf") from error
 
     place, given = parse(spec)
-    state = None if checkpoint is None else read_weights(checkpoint)
-    where: dict[str, Any] = {key: given[key] for key in ("revision",) if key in given}
+    where: dict[str, Any] = {"revision": given["revision"]} if "revision" in given else {}
     if Path(place).expanduser().is_dir():
         place = str(Path(place).expanduser())
     else:
@@ -76,22 +69,15 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
                 f"{name} has no image processor that transformers can read; save one beside its weights: "
                 f"processor.save_pretrained(FOLDER), then give hf:FOLDER"
             ) from error
-    if state is not None:
-        put_weights(module, state, name, checkpoint)
     return module.float(), read_processor(name, processor.to_dict())
 
 
 def read_processor(name: str, about: Mapping[str, Any]) -> Preprocess:
-    """The preprocessing that an image processor of transformers describes.
+    """The preprocessing that an image processor of transformers describes, by the fields of its preprocessor_config.json.
 
-    Args:
-        name: of the model, for errors.
-        about: the fields of the processor, as in preprocessor_config.json.
-
-    Example:
-        >>> found = read_processor("hf:x", {"size": {"shortest_edge": 256}, "crop_size": 224, "do_center_crop": True})
-        >>> found.resize, found.size, found.mean
-        (256, 224, (0.0, 0.0, 0.0))
+    >>> found = read_processor("hf:x", {"size": {"shortest_edge": 256}, "crop_size": 224, "do_center_crop": True})
+    >>> found.resize, found.size, found.mean
+    (256, 224, (0.0, 0.0, 0.0))
     """
     resize = _side(name, "size", about.get("size"))
     size = _side(name, "crop_size", about.get("crop_size")) if about.get("do_center_crop") else resize
@@ -99,15 +85,9 @@ def read_processor(name: str, about: Mapping[str, Any]) -> Preprocess:
         resize = int(resize / about["crop_pct"])
     # Ours are images in [0, 1], theirs are pixels times a factor.
     scale = 255 * about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 255.0
-    normalized = about.get("do_normalize")
-    mean, std = (about["image_mean"], about["image_std"]) if normalized else ((0.0,) * 3, (1.0,) * 3)
-    return Preprocess(
-        size,
-        resize,
-        Image.Resampling(int(about.get("resample") or Image.Resampling.BILINEAR)).name.lower(),
-        tuple(value / scale for value in mean),
-        tuple(value / scale for value in std),
-    )
+    mean, std = (about["image_mean"], about["image_std"]) if about.get("do_normalize") else ((0.0,) * 3, (1.0,) * 3)
+    kind = Image.Resampling(int(about.get("resample") or Image.Resampling.BILINEAR)).name.lower()
+    return Preprocess(size, resize, kind, *(tuple(value / scale for value in values) for values in (mean, std)))
 
 
 def _side(name: str, field: str, given: Any) -> int:

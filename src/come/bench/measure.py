@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from come import objectives
-from come.adapter import Adapter
 from come.bench.cell import Cell
 from come.bench.data import Account, Batch, batches
 from come.bench.data.store import DeviceCache
 from come.bench.machine import Meter
 from come.bench.record import COLUMNS, Record, Result, Rows
-from come.bench.settings import get as get_setting
-from come.episodic import Episodic
 from come.errors import ComeError, InputError
 from come.guard import Event
 from come.method import Step
@@ -27,13 +24,11 @@ from come.objectives import Objective, Opinion, Softmax
 if TYPE_CHECKING:
     from come.bench.inputs import Inputs
 
-BLOCK = 2**21
-"""Logits that rows are made from at once."""
+BLOCK = 2**21  # logits that rows are made from at once
 
 SOFTMAX, OPINION = Softmax(), Opinion()
 
-ALIKE = ("softmax", "belief")
-"""Scores that every record has the FPR by, whatever its own: those of EM and of COME."""
+ALIKE = ("softmax", "belief")  # scores that every record has the FPR by, whatever its own: those of EM and of COME
 
 
 class UnfitError(ComeError):
@@ -43,11 +38,7 @@ class UnfitError(ComeError):
 class CellRun:
     """A cell that is being run: its streams, its batches in order, the rows so far, and at the end its record.
 
-    Args:
-        cell: which one.
-        inputs: its model and data.
-        device: where the batches are wanted.
-        workers: threads that decode images.
+    The batches are decoded by `workers` threads and moved to `device`.
     """
 
     def __init__(self, cell: Cell, inputs: Inputs, device: torch.device, workers: int) -> None:
@@ -80,31 +71,6 @@ class CellRun:
                 yield batch, fresh
                 fresh = False
 
-    def run(
-        self, adapter: Adapter, meter: Meter, events: Sequence[Event], on_batch: Callable[[int], None]
-    ) -> tuple[Record, Rows]:
-        """The record and its rows, by an adapter that has not seen a batch; `on_batch` is told how many samples are done."""
-        stepper = self._stepper(adapter)
-        for batch, fresh in self:
-            if fresh:
-                adapter.reset()
-            try:
-                step = stepper.step(batch.images)
-            except InputError as error:
-                raise UnfitError(str(error)) from error
-            self.add(step, batch)
-            on_batch(len(batch.labels))
-        size = stepper.views if isinstance(stepper, Episodic) else self.cell.batch_size
-        lr = adapter.learning_rate(size) if adapter.method.descends else None
-        return self.record(meter, adapter.health(), events, lr)
-
-    def _stepper(self, adapter: Adapter) -> Adapter | Episodic:
-        """The adapter, or what shows it views of one image at a time."""
-        if not get_setting(self.cell.setting).alone:
-            return adapter
-        views, normalization = self.cell.views or Episodic.views, self._inputs.model.preprocess.normalization
-        return Episodic(adapter, views, normalization, seed=self.cell.seed)
-
     def add(self, step: Step, batch: Batch) -> None:
         """Note what a step said of the last batch."""
         self._table.add(step, batch, self._number)
@@ -114,12 +80,7 @@ class CellRun:
     ) -> tuple[Record, Rows]:
         """The record and its rows, when all batches are done.
 
-        Args:
-            meter: made when the cell began.
-            health: of the guard.
-            events: what it reported, see `Guard.on_event`.
-            lr: the learning rate, if there is one.
-            together: how many cells shared the meter; each is charged its share of the time.
+        Health and events are of the guard. Each of `together` cells that shared the meter is charged its share of the time.
         """
         rows, source = self._table.rows(), self._inputs.source
         if not rows:

@@ -1,27 +1,111 @@
-"""Six signals of a model's health that need no labels, and their usual ranges.
+"""What a batch shows, on the device: which samples are valid, and six signals of the model's health that need no labels.
 
-Each batch gives: the share of the most predicted class, entropy and uncertainty of the objective, the norm of the logits, the
-distance of the weights from the source, and the confidence (mean largest softmax probability). `Bands` learns the usual ranges
-of the first five. Leaving a band, or a change of confidence, only triggers a source check; `come.guard.verdict` decides.
+**Samples** are judged before the model sees them. One is invalid if it has an entry that is NaN, infinite, beyond
+`largest_input`, or 1000 times the usual magnitude: the median over the last nine batches, each by its own median, valid or not.
+So a brighter stream is accepted after five batches at the latest, and `largest_input` bounds a growing one. Only tensors with
+one entry per sample count; of several, one of zeros and very negative numbers is an additive mask, and is not judged.
+
+**Signals** of a batch are the share of the most predicted class, entropy and uncertainty of the objective, the norm of the
+logits, the distance of the weights from the source, and the confidence (mean largest softmax probability). `Bands` learns the
+usual ranges of the first five. Leaving a band, or a change of confidence, only triggers a source check;
+`come.guard.verdict` decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from come.model.inputs import answered, at_least_float32
+from come.model.inputs import Inputs, answered, at_least_float32
 from come.objectives import Objective
-from come.state.trees import replace
 
 SIGNALS = ("share", "entropy", "uncertainty", "norm", "distance", "confidence")
 BANDED = SIGNALS[:-1]
 LOW = {"entropy", "uncertainty"}  # a collapse lowers these and raises the others
 FIRST = 3  # windows that give the middle of a band: the weights have hardly moved by then
+
+
+# ---- which samples are valid ----
+
+UNUSUAL = 1000.0
+REMEMBERED = 9
+
+
+def no_history(device: torch.device) -> Tensor:
+    """The history before the first batch, (9,): all NaN."""
+    return torch.full((REMEMBERED,), torch.nan, device=device)
+
+
+def judge(x: Inputs, history: Tensor, largest: float, branch: bool = False) -> tuple[Inputs, Tensor, Tensor]:
+    """Replace each invalid sample by a valid one, so that BatchNorm and sums over the batch stay sound.
+
+    Returns the new batch, the mask (B,) of the valid samples, and the new history of typical magnitudes (9,). `largest` limits
+    any entry; `branch`: Python may branch on values, which saves work on a CPU, for one stream.
+
+    >>> x = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [1e5, 1.0]])
+    >>> _, valid, _ = judge(Inputs.of(x), no_history(x.device), 1e6)
+    >>> valid
+    tensor([ True, False, False])
+    """
+    given = x.per_sample()
+    judged = [value.detach() for value in given if value.is_floating_point()]
+    if not judged:
+        return x, torch.ones(x.size, dtype=torch.bool, device=given[0].device), history
+    sizes = _magnitude(judged[0], len(given) > 1, branch)
+    for value in judged[1:]:
+        sizes = torch.maximum(sizes, _magnitude(value, True, branch).to(sizes))
+    sizes = sizes.to(history)
+    finite = sizes.isfinite()
+    median = Tensor.nanmedian if branch else _median
+    middle = median(torch.where(finite & (sizes > 0), sizes, torch.nan))  # a few large samples do not move it
+    history = torch.cat([history[1:], torch.where(middle.isnan(), history[-1], middle)[None]])
+    valid = finite & (sizes <= largest) & ~(sizes > UNUSUAL * median(history))
+    return _replaced(x, valid, branch), valid, history
+
+
+def _median(values: Tensor) -> Tensor:
+    """`torch.nanmedian` (0-d) for GPUs: without its synchronization, and without a sort, which compilers cannot fuse."""
+    known, place = ~values.isnan(), torch.arange(len(values), device=values.device)
+    v = torch.where(known, values, torch.inf)  # last
+    smaller = (v < v[:, None]) | ((v == v[:, None]) & (place < place[:, None]))
+    middle = (known.sum() - 1).clamp_min(0) // 2
+    return torch.where(smaller.sum(dim=1) == middle, values, 0).sum()
+
+
+def _magnitude(value: Tensor, may_mask: bool, branch: bool) -> Tensor:
+    """The largest absolute entry of each sample, (B,); NaN if it has one; 0 in an attention mask, if it may be one."""
+    flat = at_least_float32(value)[:, None].flatten(1)
+    if not flat.shape[1]:
+        return flat.new_zeros(len(flat))
+    low, high = flat.amin(dim=1), flat.amax(dim=1)  # on a CPU many times faster than aminmax
+    found = torch.maximum(high, -low)
+    if may_mask and value.ndim in (2, 3, 4) and not (branch and bool((low >= -1e4).all())):
+        # an additive attention mask: zeros, and -inf or the like
+        mask = ((flat == 0) | (flat <= -1e4)).all() & (low < -1e4).any()
+        found = torch.where(mask, 0, found)
+    return found
+
+
+def _replaced(x: Inputs, valid: Tensor, branch: bool) -> Inputs:
+    """Replace each invalid sample by the first valid one; by zeros if there is none."""
+    if branch and bool(valid.all()):
+        return x
+    good, some = valid.to(torch.uint8).argmax().view(1), valid.any()
+
+    def one(value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        filler = torch.where(some, value.index_select(0, good), 0)
+        return torch.where(valid.view(-1, *[1] * (value.ndim - 1)), value, filler)
+
+    return x.map_samples(one)
+
+
+# ---- signals ----
 
 
 def observe(
@@ -39,12 +123,14 @@ def observe(
     z, chances = at_least_float32(logits), counts.new_zeros(1)
     if closely:
         chances = ((z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all())[None]
-    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, logits, usable, weights, source)])
+    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, z, usable, weights, source)])
 
 
-def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
-    """The six signals of a batch, (6,) float64, on the device: means over the `usable` samples; arguments as in `observe`."""
-    z = at_least_float32(logits)
+def measure(objective: Objective, z: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
+    """The six signals of a batch, (6,) float64, on the device: means over the `usable` samples.
+
+    From logits z (B, K) in float32 or better; the other arguments are those of `observe`.
+    """
     count = usable.sum().clamp_min(1)
     mass = objective.log_mass(z)  # once for entropy and u
     chances = mass.exp()
@@ -64,8 +150,7 @@ def votes(logits: Tensor, usable: Tensor) -> Tensor:
     return counts.new_zeros(logits.shape[1]).scatter_add(0, logits.argmax(dim=1), counts)
 
 
-@dataclass(frozen=True)
-class Bands:
+class Bands(NamedTuple):
     """The usual ranges of the signals: around their first values, as wide as they jump from one window to the next.
 
     A drift during the warm-up moves neither: a model that collapses at once does not make its collapse usual.
@@ -89,7 +174,7 @@ class Bands:
 
     def learned(self, row: tuple[float, ...]) -> Bands:
         """Count the signals of one more window, and learn from them during the warm-up."""
-        return replace(self, rows=self.rows if self.ready else (*self.rows, row), seen=self.seen + 1)
+        return self._replace(rows=self.rows if self.ready else (*self.rows, row), seen=self.seen + 1)
 
     def outside(self, row: tuple[float, ...]) -> dict[str, float]:
         """The signals beyond their limit, on the side of a collapse, and that limit."""

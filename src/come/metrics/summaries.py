@@ -9,8 +9,7 @@ from torch import Tensor
 
 from come.errors import require_int
 from come.metrics.calibration import ece
-from come.metrics.checks import alike, no_nan
-from come.metrics.counting import accuracy, dominant_share, labelled_mean
+from come.metrics.counting import accuracy, alike, dominant_share, labelled_mean, no_nan
 from come.metrics.ranking import aupr, auroc, fpr, fpr95
 from come.metrics.scores import PROBABILITIES, SCORES, Rows, require_score
 from come.metrics.selective import abstention_accuracy, aurc
@@ -33,10 +32,8 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
 
     Returns:
         numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts (samples,
-        outliers)
-        without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong, inliers
-        against
-        outliers if one of them is missing, ece for a score that is no probability.
+        outliers) without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong,
+        inliers against outliers if one of them is missing, ece for a score that is no probability.
 
     Example:
         >>> rows = {"label": torch.tensor([0, 1, 1]), "prediction": torch.tensor([0, 1, 0])}

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import MAX_BYTES, decode
-from come.bench.data.preprocess import Preprocess
+from come.bench.data.preprocess import MAX_BYTES, Preprocess, decode
 from come.bench.data.reading import read_regular, stay_inside
 from come.bench.data.source import Loaded, Source
 from come.errors import InputError, one_line, require_int, unknown
@@ -26,17 +25,12 @@ IN_DIGEST = 64  # images that the digest of a source includes, about: all of a l
 class EncodedSource(Source):
     """A source that knows all labels and where each encoded image is. A new kind writes `_open` and `_encoded`.
 
-    Args:
-        name: the specification.
-        rest: what follows "kind:" in it.
-        preprocess: crops images to squares.
-        on_bad_image: "raise" names an image that cannot be read; "skip" leaves it out and counts it.
+    `rest` is what follows "kind:" in the specification `name`. With "raise" an error names an image that cannot be read;
+    "skip" leaves it out and counts it.
     """
 
-    targets: Tensor
-    """(N,) int64: the labels; -1 where there is none."""
-    roots: tuple[Path, ...] = ()
-    """Folders that its files are in; none is read elsewhere."""
+    targets: Tensor  # (N,) int64: the labels; -1 where there is none
+    roots: tuple[Path, ...] = ()  # folders that its files are in; none is read elsewhere
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
         self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image

@@ -13,10 +13,11 @@ from statistics import fmean
 
 from come.bench.paper import PaperTable
 from come.bench.record import Record
+from come.bench.report.costs import by_pair
+from come.bench.report.tables import by_seed
 from come.bench.statistics import METRICS, Judged, Verdict
 
-SUBSTANTIAL = 0.5
-"""Points from which the paper calls a difference substantial."""
+SUBSTANTIAL = 0.5  # points from which the paper calls a difference substantial
 
 
 @dataclass(frozen=True)
@@ -31,23 +32,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A column of a table with the paper's numbers and ours.
+    """A column of a table with the paper's numbers and ours."""
 
-    Args:
-        table: name of the paper's table.
-        domain: the column, or "average" or "worst".
-        metric: "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt.
-        lines: one for each method and objective.
-        verdicts: for each method, whether COME changes our number.
-        alike: the same for the FPR with both scored by softmax, which the paper does not print.
-    """
-
-    table: str
-    domain: str
-    metric: str
-    lines: tuple[Line, ...]
-    verdicts: Mapping[str, Verdict]
-    alike: Mapping[str, Verdict] = field(default_factory=dict)
+    table: str  # name of the paper's table
+    domain: str  # the column, or "average" or "worst"
+    metric: str  # "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt
+    lines: tuple[Line, ...]  # one for each method and objective
+    verdicts: Mapping[str, Verdict]  # for each method, whether COME changes our number
+    alike: Mapping[str, Verdict] = field(default_factory=dict)  # with both by softmax, which the paper does not print
 
     def changes(self) -> list[tuple[str, float, float]]:
         """(method, gain of COME over EM in the paper, measured) where all numbers are known; of time and memory, COME - EM."""
@@ -94,10 +86,7 @@ class Comparison:
 
 def compare(table: PaperTable, records: Iterable[Record], verdicts: Judged) -> list[Comparison]:
     """Compare the records with a table: column by column where the columns are the same, and the averages."""
-    ours: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        ours.setdefault(record.cell.pair, []).append(record)
-    found = []
+    ours, found = by_pair(records), []
     for column in table.columns:
         lines = []
         for row in table.rows:
@@ -127,13 +116,10 @@ def _measured(records: Sequence[Record], domain: str, metric: str) -> float | No
         return max(r.result.peak_memory_mb for r in records)
     if metric == "seconds":
         return sum(r.result.seconds for r in records)
-    seeds: dict[int, dict[str, dict[str, float]]] = {}
-    for record in records:
-        seeds.setdefault(record.cell.seed, {}).update(record.result.metrics)
     # The paper's lifelong FPR is over everything seen so far.
     key = "fpr_so_far" if metric == "fpr" and records[0].cell.setting == "lifelong" else metric
     values = []
-    for domains in seeds.values():
+    for domains in by_seed(records).values():
         column = [100 * m[key] for m in domains.values() if key in m]
         if domain == "average" and column:
             values.append(fmean(column))

@@ -9,37 +9,30 @@ methods of its table.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from come.errors import unknown
 
-Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]
-"""Accuracy and FPR are in percent."""
+Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]  # accuracy and FPR are in percent
 
-SUBSTANTIAL = 5
-"""Tenths of a point below which the paper may print "-" for a difference."""
+SUBSTANTIAL = 5  # tenths of a point below which the paper may print "-" for a difference
 
 UNMIXED = ("standard", "lifelong", "imbalanced")
 """Settings that differ only in order and resets, which do not change the numbers of a model that is not adapted."""
 
-SUMMARIES = ("average", "worst")
-"""Domains computed from others."""
+SUMMARIES = ("average", "worst")  # domains computed from others
 
 
 @dataclass(frozen=True)
 class Column:
-    """What the numbers of a column are: a metric on a domain.
-
-    Example:
-        >>> print(Column("fog", "fpr"))
-        fog fpr
-    """
+    """What the numbers of a column are: a metric on a domain."""
 
     domain: str
     metric: Metric
@@ -50,33 +43,20 @@ class Column:
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One line of a table: a method with an objective.
-
-    Example:
-        >>> get("ablation").rows[2]
-        PaperRow(method='tent', objective='em:freeze_norm=true', values=(60.9, 25.5, 68.0, 93.0), sl=False, uc=True)
-    """
+    """One line of a table: a method with an objective."""
 
     method: str
     objective: str
     """"em" or "come"; in the ablation also "come:freeze_norm=false", Opinion(freeze_norm=False), and "em:freeze_norm=true",
     Softmax(freeze_norm=True)."""
-    values: tuple[float | None, ...]
-    """In the order of the columns; None where the paper has no number."""
-    sl: bool | None = None
-    """Ablation only: whether the mass is a subjective opinion."""
-    uc: bool | None = None
-    """Ablation only: whether the norm of the logits is held."""
+    values: tuple[float | None, ...]  # in the order of the columns; None where the paper has no number
+    sl: bool | None = None  # ablation only: whether the mass is a subjective opinion
+    uc: bool | None = None  # ablation only: whether the norm of the logits is held
 
 
 @dataclass(frozen=True)
 class PaperImprove:
-    """An "Improve" line as printed: a triangle up is +, down is -, and "-" is None.
-
-    Example:
-        >>> get("in-distribution").improve[4]  # 80.3 to 80.6: too little to print
-        PaperImprove(method='memo', values=(None,))
-    """
+    """An "Improve" line as printed: a triangle up is +, down is -, and "-" is None."""
 
     method: str
     values: tuple[float | None, ...]
@@ -84,25 +64,15 @@ class PaperImprove:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of the paper.
-
-    Example:
-        >>> table = get("standard")
-        >>> table.model, table.setting, len(table.rows), len(table.columns)
-        ('ViT-B/16', 'standard', 16, 17)
-    """
+    """One table of the paper."""
 
     name: str
-    label: str
-    """Its label in the LaTeX source."""
+    label: str  # its label in the LaTeX source
     caption: str
-    model: str
-    """"ViT-B/16" or "ResNet-50-BN"."""
+    model: str  # "ViT-B/16" or "ResNet-50-BN"
     setting: str
-    severity: int | None
-    """Of the corruption; None for clean images."""
-    outliers: float | None
-    """Share of outliers in the stream, where there are any."""
+    severity: int | None  # of the corruption; None for clean images
+    outliers: float | None  # share of outliers in the stream, where there are any
     columns: tuple[Column, ...]
     rows: tuple[PaperRow, ...]
     improve: tuple[PaperImprove, ...]
@@ -129,26 +99,12 @@ class PaperTable:
 
 
 def names() -> list[str]:
-    """Names of all tables, in the order of the paper.
-
-    Example:
-        >>> names()[:3]
-        ['standard', 'openworld', 'lifelong']
-    """
+    """Names of all tables, in the order of the paper."""
     return list(_tables())
 
 
 def get(name: str) -> PaperTable:
-    """The table of that name.
-
-    Example:
-        >>> get("cost").value("memo", "em", "stream", "seconds")
-        20576.0
-        >>> get("cots")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: no table of the paper 'cots'; did you mean 'cost'? Known: ...
-    """
+    """The table of that name."""
     tables = _tables()
     if name not in tables:
         raise unknown("table of the paper", name, tables)
@@ -261,16 +217,5 @@ def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
 
 @cache
 def _tables() -> dict[str, PaperTable]:
-    def numbers(values: list[float | None]) -> tuple[float | None, ...]:
-        return tuple(None if value is None else float(value) for value in values)
-
-    def table(columns: list[Any], rows: list[Any], improve: list[Any], **more: Any) -> PaperTable:
-        return PaperTable(
-            columns=tuple(Column(**column) for column in columns),
-            rows=tuple(PaperRow(**row | {"values": numbers(row["values"])}) for row in rows),
-            improve=tuple(PaperImprove(line["method"], numbers(line["values"])) for line in improve),
-            **more,
-        )
-
     text = (files("come.bench") / "paper" / "tables.json").read_text(encoding="utf-8")
-    return {raw["name"]: table(**raw) for raw in json.loads(text)}
+    return {table.name: table for table in TypeAdapter(list[PaperTable]).validate_json(text)}
