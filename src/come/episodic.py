@@ -61,8 +61,8 @@ class Episodic:
         """The logits, and of each image the mean loss of its views, whether any drove an update, and whether it is valid."""
         if self.classifier.method.alone:
             return self.classifier.step(images)
-        columns = zip(*map(self._one, images.split(1)), strict=True)
-        return Step(*(None if parts[0] is None else torch.cat(parts) for parts in columns))
+        columns = zip(*map(self._one, torch.split(images, 1)), strict=True)
+        return Step(*(None if parts[0] is None else torch.cat(parts) for parts in columns))  # type: ignore[arg-type]
 
     def _one(self, image: Tensor) -> Step:
         self.classifier.reset()

@@ -195,7 +195,7 @@ class head:  # noqa: N801
     def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """That weight by name."""
         found = Head(model, self.layer)
-        return {f"{found.name}.weight" if found.name else "weight": found.linear.weight}
+        return {f"{found.name}.weight" if found.name else "weight": found.linear.get_parameter("weight")}
 
 
 NAMED: dict[str, Callable[[], Selector]] = {
