@@ -54,6 +54,8 @@ class Frozen(NamedTuple):
     """Mean and variance (C,) by the number of the BatchNorm layer, if the method has its own."""
     head: tuple[str, Tensor] | None = None
     """Name and new weights (K, d) of the linear layer that gives the logits; it gets no bias."""
+    bias: tuple[str, Tensor] | None = None
+    """Name and new bias (K,) of the linear layer that gives the logits; it keeps its weights."""
 
 
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
