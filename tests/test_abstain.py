@@ -187,7 +187,7 @@ def test_samples_without_an_answer_do_not_move_the_threshold():
     for one, step in ((alone, alone.step), (fleet, lambda x: fleet.step(x, "a"))):
         promise = one.calibrate(X, coverage=0.7, follow=True)
         assert step(broken).abstain.all()
-        now = (alone._state if one is alone else fleet._state("a")).abstention
+        now = (alone._state if one is alone else fleet._look("a")).abstention
         assert now.threshold.item() == promise.threshold
 
 
@@ -381,7 +381,7 @@ def test_streams_of_a_fleet_abstain_as_adapters_do(norm, follow, tmp_path):
         expected = torch.cat([alone[name].step(x[4 * i : 4 * i + 4]).abstain for i, name in enumerate("abc")])
         assert torch.equal(step.abstain, expected)
     if follow:
-        kept = {name: fleet._state(name).abstention.threshold for name in "abc"}
+        kept = {name: fleet._look(name).abstention.threshold for name in "abc"}
         assert len({round(value.item(), 6) for value in kept.values()}) > 1
         assert all(kept[name].item() == pytest.approx(alone[name]._state.abstention.threshold.item()) for name in "abc")
     logits = fleet.predict(X[6], names)
@@ -402,7 +402,7 @@ def test_streams_that_are_opened_later_or_come_back_from_disk_have_the_promise(t
     fleet.open("c")
     for name in "abca":
         assert fleet.step(X[0], name).abstain.shape == (12,)
-        assert fleet._state(name).abstention.promise == promise
+        assert fleet._look(name).abstention.promise == promise
     fleet.reset()
     assert fleet.step(X[0], "b").abstain is not None
 
