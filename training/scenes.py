@@ -1,4 +1,4 @@
-"""Trains the embedded networks for segmentation, on scenes of garments (come.bench.data.scenes) from Fashion-MNIST's training images.
+"""Trains the embedded networks for segmentation, on scenes of garments from Fashion-MNIST's training images.
 
 apt-get install dataset-fashion-mnist
 python training/scenes.py /usr/share/datasets/fashion-mnist src/come/bench/embedded

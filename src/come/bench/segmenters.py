@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class UNet(nn.Module):
 
     def __init__(self, classes: int, widths: Sequence[int]) -> None:
         super().__init__()
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = list(pairwise(widths))
         self.stem = nn.Sequential(_convolved(3, widths[0]), _convolved(widths[0], widths[0]))
         self.down = nn.ModuleList(nn.Sequential(_convolved(a, b, 2), _convolved(b, b)) for a, b in pairs)
         self.across = nn.ModuleList(nn.Conv2d(b, a, 1) for a, b in pairs[::-1])
@@ -44,6 +45,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(widths[0], classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits of each pixel."""
         levels = [self.stem(x)]
         for down in self.down:
             levels.append(down(levels[-1]))
@@ -93,6 +95,7 @@ class SegFormer(nn.Module):
         self.head = nn.Linear(widths[1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits at half of the image's size."""
         found: list[Tensor] = []
         for patches, start, blocks, norm, level in zip(
             self.patches, self.start, self.blocks, self.norm, self.level, strict=True

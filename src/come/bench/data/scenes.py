@@ -1,4 +1,4 @@
-"""Scenes of several garments on textured ground, for segmentation: composed from the embedded photographs when they are asked for."""
+"""Scenes of several garments on textured ground, for segmentation, composed from the embedded photographs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compose(photographs: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Ten
     Example:
         >>> image, label = compose(*embedded_photographs("test"), seed=0)
         >>> image.shape, label.unique()
-        (torch.Size([3, 64, 64]), tensor([0, 3, 4, 6], dtype=torch.uint8))
+        (torch.Size([3, 64, 64]), tensor([0, 2, 3, 6], dtype=torch.uint8))
     """
     draw = torch.Generator().manual_seed(seed)
 
