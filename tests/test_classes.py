@@ -211,7 +211,7 @@ def test_more_classes_than_folders_must_be_those_of_the_model(wardrobe):
     ):
         Bench(Plan(**wide))
     bench = Bench(Plan(**wide, classes="more.txt"))
-    assert bench.class_order == "0 tshirt, 1 boot, 2 coat, ... 5 sandal (6 classes, as in more.txt, images of 4)"
+    assert bench.inputs.class_order == "0 tshirt, 1 boot, 2 coat, ... 5 sandal (6 classes, as in more.txt, images of 4)"
 
 
 @pytest.mark.parametrize(

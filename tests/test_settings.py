@@ -149,7 +149,7 @@ def test_open_world_cuts_the_larger_side(ratio, outside, expected):
 def test_an_open_world_of_several_corruptions_has_a_column_for_each():
     plan = Plan(setting="open-world", methods=("source",), data="fashion:20", corruptions=("fog", "gaussian_noise"))
     bench = Bench(plan)
-    domains = [e.stream.domain for cell in bench.cells for e in bench.episodes(cell)]
+    domains = [e.stream.domain for cell in bench.cells for e in bench.inputs.episodes(cell)]
     assert domains == ["fog, none", "fog, near", "fog, far", "none", "near", "far"]
 
 

@@ -8,7 +8,7 @@ import torch
 import come
 from come.bench import Bench, Plan, RunFolder
 from come.bench.cell import Cell
-from come.bench.engines.fleet import bundles
+from come.bench.engines.local import bundles
 from come.bench.engines.progress import Progress
 
 PLAN = Plan(

@@ -12,7 +12,7 @@ from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import Preprocess, open_source
 from come.bench.data.decoding import decode
 from come.bench.data.imagenet import SHIFTED, places
-from come.bench.subset import Chosen, restricted
+from come.bench.models import Chosen, restricted
 
 SMALL = Preprocess(size=8, resize=8)
 WNIDS = [name for name in places() if name.startswith("n")]
@@ -157,7 +157,7 @@ def test_a_list_of_openood(listed):
         Bench(Plan(data=spec, setting="natural", methods=("source",)))
     plan = Plan(setting="open-world", outliers=(spec,), methods=("source",), limit=4)
     bench = Bench(plan)
-    assert [e.stream.domain for cell in bench.cells for e in bench.episodes(cell)] == ["none", "test"]
+    assert [e.stream.domain for cell in bench.cells for e in bench.inputs.episodes(cell)] == ["none", "test"]
     (listed / "test.txt").write_text("ninco/a b.png 4\nninco/c.png 0\n")
     source = open_source(spec, SMALL)
     assert (source.num_classes, source.labels().tolist()) == (5, [4, 0])

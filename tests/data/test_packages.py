@@ -143,7 +143,7 @@ def test_data_without_labels_can_be_outliers(tmp_path, quiet):
     ):
         Bench(Plan(data=spec, methods=("source",), corruptions=("fog",)))
     bench = Bench(Plan(setting="open-world", outliers=(spec,), methods=("source",), limit=4))
-    assert [e.stream.domain for cell in bench.cells for e in bench.episodes(cell)] == ["none", "bare"]
+    assert [e.stream.domain for cell in bench.cells for e in bench.inputs.episodes(cell)] == ["none", "bare"]
     table(kind=None, label=[-1] * 6).save_to_disk(tmp_path / "hidden")
     with pytest.raises(come.InputError, match=r"the labels of hf:.* are hidden \(-1\) in split train; choose another"):
         open_source(f"hf:{tmp_path / 'hidden'}", SMALL).require((), 5)

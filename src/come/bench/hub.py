@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
-from come.bench.checkpoints import head_size, put_weights, read_weights
+from come.bench.checkpoints import head_size
 from come.bench.data.preprocess import Preprocess
 from come.bench.downloads import hub_file
 from come.errors import ModelError, missing, one_line, shown
@@ -23,13 +23,13 @@ WEIGHTS = tuple(f"{stem}{end}" for stem in ("model.safetensors", "pytorch_model.
 INSTEAD = "give hf:FOLDER, a folder that save_pretrained wrote"
 
 
-def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
+def load_transformers(name: str, spec: str, state: dict[str, Tensor] | None) -> tuple[nn.Module, Preprocess]:
     """A classifier of transformers, and what its image processor says of its inputs.
 
     Args:
         name: of the model, for errors.
         spec: a model of the Hub or a folder, and arguments of `from_pretrained`: "google/vit-base-patch16-224:revision=main".
-        checkpoint: a file with the weights in place of the pretrained ones.
+        state: weights that the caller puts in place of the pretrained ones, if there are some.
 
     Raises:
         MissingError: transformers is missing.
@@ -41,8 +41,7 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
         raise missing(name, error, "hf") from error
 
     place, given = parse(spec)
-    state = None if checkpoint is None else read_weights(checkpoint)
-    where: dict[str, Any] = {key: given[key] for key in ("revision",) if key in given}
+    where: dict[str, Any] = {"revision": given["revision"]} if "revision" in given else {}
     if Path(place).expanduser().is_dir():
         place = str(Path(place).expanduser())
     else:
@@ -76,8 +75,6 @@ def load_transformers(name: str, spec: str, checkpoint: str | Path | None) -> tu
                 f"{name} has no image processor that transformers can read; save one beside its weights: "
                 f"processor.save_pretrained(FOLDER), then give hf:FOLDER"
             ) from error
-    if state is not None:
-        put_weights(module, state, name, checkpoint)
     return module.float(), read_processor(name, processor.to_dict())
 
 
@@ -99,8 +96,7 @@ def read_processor(name: str, about: Mapping[str, Any]) -> Preprocess:
         resize = int(resize / about["crop_pct"])
     # Ours are images in [0, 1], theirs are pixels times a factor.
     scale = 255 * about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 255.0
-    normalized = about.get("do_normalize")
-    mean, std = (about["image_mean"], about["image_std"]) if normalized else ((0.0,) * 3, (1.0,) * 3)
+    mean, std = (about["image_mean"], about["image_std"]) if about.get("do_normalize") else ((0.0,) * 3, (1.0,) * 3)
     return Preprocess(
         size,
         resize,

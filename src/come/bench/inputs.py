@@ -20,7 +20,6 @@ from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.plan import Plan
 from come.bench.protocols import Protocol
 from come.bench.settings import Episode
-from come.bench.subset import restricted
 from come.errors import ConfigError, InputError
 from come.methods import get as get_method
 
@@ -66,7 +65,7 @@ class Inputs:
         """To how many of its classes the model is restricted; 0 if it is not."""
         subset = self.source.subset
         if subset and self.model.num_classes == IMAGENET and self.source.num_classes != IMAGENET:
-            self.model = restricted(self.model, subset)
+            self.model = models.restricted(self.model, subset)
             self.restricted = self.model.num_classes
 
     def _open(self, spec: str) -> Source:

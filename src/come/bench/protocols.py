@@ -21,7 +21,7 @@ from come.bench.cell import Count, Description, Text, Texts, digest, spelled
 from come.bench.data import opening
 from come.bench.data.embedded import FashionSource
 from come.bench.data.source import Source
-from come.bench.models import EMBEDDED, NORMALIZATIONS, Model, fingerprint
+from come.bench.models import EMBEDDED, NORMALIZATIONS, Model, embedded_facts, fingerprint
 from come.bench.plan import Plan
 from come.bench.record import Amount, Record
 from come.errors import ConfigError, InputError, ModelError, shown
@@ -293,11 +293,10 @@ def _filled() -> Registry[Protocol]:
 
 def _shipped() -> Iterator[Protocol]:
     """Those in protocols.json. All run the paper's corruptions, and methods as they were published, without a guard."""
-    here = files("come.bench")
-    for name, about in json.loads((here / "protocols.json").read_text(encoding="utf-8")).items():
+    text = (files("come.bench") / "protocols.json").read_text(encoding="utf-8")
+    for name, about in json.loads(text).items():
         if name == "fashion":  # hash and number stand beside the weights, so that they change together
-            model = next(iter(EMBEDDED)).replace("-", "_")
-            measured = json.loads((here / "embedded" / f"{model}.json").read_text(encoding="utf-8"))
+            measured = embedded_facts(about["plan"].get("model", next(iter(EMBEDDED))))
             about["images"] = len(FashionSource())
             about |= {"weights_sha256": measured.get("sha256"), "no_adapt": measured.get("no_adapt")}
         fixed = {"guard": False, "corruptions": corruptions.names("standard")} | about.pop("plan")

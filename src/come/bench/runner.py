@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from come.bench import models
 from come.bench.cell import Cell
 from come.bench.cluster import Cluster
 from come.bench.data import OnBadImage, Source, Stream
-from come.bench.engines import fleet, local, processes
+from come.bench.engines import local, processes
 from come.bench.engines import ray as ray_engine
 from come.bench.engines.cell_runner import CellRunner, usable_device
 from come.bench.engines.progress import Progress
@@ -24,7 +25,6 @@ from come.bench.inputs import Inputs
 from come.bench.plan import Plan
 from come.bench.protocols import Outcome, Protocol
 from come.bench.record import Failure, Record
-from come.bench.settings import Episode
 from come.errors import ConfigError, InputError, require, require_int
 
 __all__ = ["Bench", "Progress", "run"]
@@ -114,9 +114,7 @@ class Bench:
 
     def _choose_engine(self, jobs: int | None, together: int | None, device: torch.device) -> None:
         if self._cluster is not None and together != 1:
-            raise ConfigError(
-                f"together ({together or 'auto'}) cannot be used with a Ray cluster; leave one of them out"
-            )
+            raise ConfigError(f"together ({together or 'auto'}) cannot be used with a Ray cluster; leave one out")
         self.together = automatic_streams(device, self.plan.batch_size) if together is None else together
         require_int("together", self.together, 1)
         if self.together > 1:
@@ -127,20 +125,6 @@ class Bench:
             jobs = 1
         self.jobs = automatic_jobs(self.inputs.model.module, device, self.cells) if jobs is None else jobs
         require_int("jobs", self.jobs, 1)
-
-    @property
-    def restricted(self) -> int:
-        """To how many of its classes the model is restricted; 0 if it is not."""
-        return self.inputs.restricted
-
-    @property
-    def class_order(self) -> str:
-        """The order of the classes, where folders are named after them, and where it is from; else empty."""
-        return self.inputs.class_order
-
-    def episodes(self, cell: Cell) -> list[Episode]:
-        """The streams of a cell, in order: the setting's own, or those that are replayed."""
-        return self.inputs.episodes(cell)
 
     def doubt(self) -> str:
         """Why the model may not fit the data: without adaptation it is near chance on a few images; else empty.
@@ -159,11 +143,12 @@ class Bench:
         `failed` and in the folder, stops no other, and is tried again in the next run. Errors that concern all cells are
         raised: a folder that cannot be written, data that cannot be read.
         """
-        progress = progress or Progress()
-        waiting = [cell for cell in self.cells if cell.method not in self.refused]
+        progress, waiting = progress or Progress(), list[Cell]()
         for cell in self.cells:
             if cell.method in self.refused:
                 progress.refuse(cell, self.refused[cell.method])
+            else:
+                waiting.append(cell)
         check_space(folder.path, waiting)
         old = [folder.failure_file(cell.key) for cell in waiting]
         old += [folder.file(cell.key) for cell in waiting if fresh or folder.is_damaged(cell)]
@@ -191,10 +176,8 @@ class Bench:
         try:
             if count > 1:
                 processes.run(runner, schedule, left, count)
-            elif self.together > 1:
-                fleet.run(runner, schedule, left, self.together)
             else:
-                local.run(runner, schedule, left)
+                local.run(runner, schedule, left, self.together)
         finally:
             runner.release()
 
@@ -228,26 +211,17 @@ def run(
     plan: Plan,
     out: str | Path,
     *,
-    device: str = "cpu",
-    workers: int | None = None,
-    source: Source | None = None,
-    model: models.Model | None = None,
     progress: Progress | None = None,
-    jobs: int | None = 1,
-    cluster: Cluster | None = None,
+    **options: Any,
 ) -> list[Record]:
     """Run a plan from Python and return its records.
 
     Args:
         plan: what to run.
         out: the run folder; what is done there is not run again.
-        device: where to run.
-        workers: threads that decode images.
-        source: your own data, e.g. `come.bench.data.DatasetSource(dataset, num_classes=10, name="mine")`.
-        model: your own model, `come.bench.models.Model(name, module, preprocess, num_classes)`.
         progress: who watches.
-        jobs: processes that run cells at once; None chooses, see `automatic_jobs`.
-        cluster: run cells with Ray, in `jobs` workers.
+        options: arguments of `Bench`, such as your own data: `source=DatasetSource(dataset, num_classes=10, name="mine")`,
+            or model: `model=Model(name, module, preprocess, num_classes)`.
 
     Example:
         >>> import tempfile
@@ -256,7 +230,7 @@ def run(
         >>> records[0].result.samples
         64
     """
-    bench = Bench(plan, device=device, workers=workers, source=source, model=model, jobs=jobs, cluster=cluster)
+    bench = Bench(plan, **options)
     records = bench.run(RunFolder(out), progress)
     if bench.failed:
         more = f" ({len(bench.failed)} cells failed; this is the first)" if len(bench.failed) > 1 else ""

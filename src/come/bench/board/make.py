@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from come import methods
@@ -13,6 +13,7 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report.configurations import shared
 from come.bench.report.findings import failed, missing
+from come.bench.report.tables import by_seed
 from come.errors import InputError
 
 
@@ -69,10 +70,7 @@ def submission(folder: RunFolder, submitted_by: str, link: str | None = None) ->
 
 def _row(records: Sequence[Record], domains: Sequence[str]) -> dict[str, Any]:
     """Of one method, objective and set of hyperparameters."""
-    cell = records[0].cell
-    found: dict[int, dict[str, Mapping[str, float]]] = {}
-    for record in sorted(records, key=lambda record: record.cell.seed):
-        found.setdefault(record.cell.seed, {}).update(record.result.metrics)
+    cell, found = records[0].cell, by_seed(sorted(records, key=lambda record: record.cell.seed))
     seeds: list[dict[str, Any]] = [{"seed": seed} for seed in found]
     means = {}
     for metric in METRICS:

@@ -153,13 +153,13 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
         table.add_row(*map(escape, row))
     console.print(table)
     say_refused(console, bench.refused)
-    if bench.class_order:
-        console.print(f"classes: {bench.class_order}", markup=False)
+    if order := bench.inputs.class_order:
+        console.print(f"classes: {order}", markup=False)
     if doubt := bench.doubt():
         say_doubt(console, doubt)
     check_space(folder, cells)
-    within = f" restricted to {bench.restricted} classes" if bench.restricted else ""
-    samples = sum(len(episode.stream) for cell in cells for episode in bench.episodes(cell))
+    within = f" restricted to {bench.inputs.restricted} classes" if bench.inputs.restricted else ""
+    samples = sum(len(episode.stream) for cell in cells for episode in bench.inputs.episodes(cell))
     console.print(
         f"{len(cells)} cells, {samples} samples in all, {plan.model}{within} on {plan.data}{_severity(plan)}, batch "
         f"{plan.batch_size}; would be written to {folder}, about {samples * BYTES / 2**20:.1f} MB of rows",

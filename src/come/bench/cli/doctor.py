@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -218,8 +217,7 @@ def _models() -> Checks:
 
 
 def _model(name: str, loaded: Loaded) -> Checks:
-    about = files("come.bench") / "embedded" / f"{name.replace('-', '_')}.json"
-    expected = float(json.loads(about.read_text())["clean"])
+    expected = float(models.embedded_facts(name)["clean"])
     model = models.load(name)
     with torch.inference_mode():
         right = int((model.module(model.preprocess(loaded.images)).argmax(dim=1) == loaded.labels).sum())

@@ -16,7 +16,6 @@ from come.bench.inputs import Inputs
 from come.bench.machine import ALONE, Jobs, Meter
 from come.bench.measure import CellRun, UnfitError
 from come.bench.record import Failure
-from come.bench.settings import Episode
 from come.errors import ComeError, InputError, ModelError, one_line
 from come.fleet import Fleet
 from come.guard import Event, Guard
@@ -78,7 +77,8 @@ class CellRunner:
             InputError: none of them can.
         """
         preprocess, plan = self.inputs.model.preprocess, self.inputs.plan
-        smallest = min(_smallest_batch(episode, plan.batch_size) for episode in self.inputs.episodes(cells[-1]))
+        sizes = ((len(e.stream), e.batch_size or plan.batch_size) for e in self.inputs.episodes(cells[-1]))
+        smallest = min(min(size, length % size or size, length) for length, size in sizes)
         side, pixels = preprocess.size, torch.Generator().manual_seed(0)
         images = torch.randint(256, (max(smallest, 2), 3, side, side), generator=pixels, dtype=torch.uint8)
         batch = preprocess(images.to(self.device))
@@ -208,8 +208,3 @@ def usable_device(name: str) -> torch.device:
             f"device {name!r} cannot be used here ({one_line(error, first=True)}); use cpu, or cuda on a GPU machine"
         ) from error
     return device
-
-
-def _smallest_batch(episode: Episode, batch_size: int) -> int:
-    size, length = episode.batch_size or batch_size, len(episode.stream)
-    return min(size, length % size or size, length)

@@ -13,6 +13,8 @@ from statistics import fmean
 
 from come.bench.paper import PaperTable
 from come.bench.record import Record
+from come.bench.report.costs import by_pair
+from come.bench.report.tables import by_seed
 from come.bench.statistics import METRICS, Judged, Verdict
 
 SUBSTANTIAL = 0.5
@@ -94,10 +96,7 @@ class Comparison:
 
 def compare(table: PaperTable, records: Iterable[Record], verdicts: Judged) -> list[Comparison]:
     """Compare the records with a table: column by column where the columns are the same, and the averages."""
-    ours: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        ours.setdefault(record.cell.pair, []).append(record)
-    found = []
+    ours, found = by_pair(records), []
     for column in table.columns:
         lines = []
         for row in table.rows:
@@ -127,13 +126,10 @@ def _measured(records: Sequence[Record], domain: str, metric: str) -> float | No
         return max(r.result.peak_memory_mb for r in records)
     if metric == "seconds":
         return sum(r.result.seconds for r in records)
-    seeds: dict[int, dict[str, dict[str, float]]] = {}
-    for record in records:
-        seeds.setdefault(record.cell.seed, {}).update(record.result.metrics)
     # The paper's lifelong FPR is over everything seen so far.
     key = "fpr_so_far" if metric == "fpr" and records[0].cell.setting == "lifelong" else metric
     values = []
-    for domains in seeds.values():
+    for domains in by_seed(records).values():
         column = [100 * m[key] for m in domains.values() if key in m]
         if domain == "average" and column:
             values.append(fmean(column))

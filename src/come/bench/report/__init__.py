@@ -4,8 +4,7 @@ from come.bench.report.configurations import configurations, describe_configurat
 from come.bench.report.figures import write_figures
 from come.bench.report.formats import to_csv, to_json, to_latex, to_markdown
 from come.bench.report.html import write_html
-from come.bench.report.rates import rates_table, without_sweeps
-from come.bench.report.tables import Table, metrics_table, results_table, to_rich
+from come.bench.report.tables import Table, metrics_table, rates_table, results_table, to_rich, without_sweeps
 from come.bench.report.writing import write_report, write_text
 
 __all__ = [

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import numpy as np
+from markupsafe import Markup
 
 from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration
-from come.bench.report.rates import TITLE, draw_rates, sweeps
 from come.bench.report.reading import KINDS, Reading, Segment, read
-from come.bench.report.svg import inline
-from come.bench.report.tables import cut
+from come.bench.report.tables import RATES, cut, sweeps
 from come.errors import StateError, unknown
 from come.state.files import replacing
 
 if TYPE_CHECKING:
-    from markupsafe import Markup
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+
+COLOURS = {draw.INK: "ink", draw.SOFT: "soft", draw.FAINT: "faint"}
+COLOURS |= {colour: f"c{i}" for i, colour in enumerate(draw.PALETTE)}
+"""The variables of `page.css` that replace the colours."""
+
+NEEDLESS = re.compile(r"font-family: 'DejaVu Sans'; |stroke-dashoffset: 0; |stroke-linecap: square; |(?<=\d\.\d\d)\d+")
+"""In attributes: what the style of the page says, what is the default, and digits that nobody sees."""
 
 HEAD = 22  # points above the panels of a figure, for its title
 MARKED = (320, 225), 38, 32  # size, left and bottom of a panel that has labels at both axes
@@ -56,7 +68,7 @@ class Panel:
         """The panel as a part of a page, the number-th of its figures."""
         figure = new_figure(*self.size)
         self.put(figure)
-        return inline(figure, number, self.title + of, self.names)
+        return _inlined(figure, number, self.title + of, self.names)
 
 
 @dataclass(frozen=True)
@@ -130,11 +142,11 @@ def groups(records: Sequence[Record], found: Reading, points: int = 100) -> dict
     costs = [
         panel(f"Accuracy against {of}", draw.draw_cost, *MARKED, 8, records=records, of=of) for of in ("time", "memory")
     ]
-    swept = [panel(name, draw_rates, *MARKED, records=records, name=name) for name in sweeps(records)]
+    swept = [panel(name, draw.draw_rates, *MARKED, records=records, name=name) for name in sweeps(records)]
     of_kinds = draw.legend({"color": c, "linestyle": d, "label": k} for k in kinds for c, d, _ in [draw.KIND_STYLES[k]])
     return {
         "overview": [Group("overview", "The whole stream", [overview], lines)],
-        "rates": [Group("rates", TITLE, swept)] if swept else [],
+        "rates": [Group("rates", RATES, swept)] if swept else [],
         "streams": [Group(f"trajectories-{_file_name(name, names)}", name, p, lines) for name, p in along.items()],
         "confidence": [Group("confidence", "Confidence", confidence, of_kinds)],
         "reliability": [Group("reliability", "Risk and reliability", reliability, lines)],
@@ -186,3 +198,75 @@ def write_figures(folder: RunFolder, records: Iterable[Record], out_dir: str | P
     except OSError as error:
         raise StateError(f"cannot write figures to {out}: {error.strerror}; choose another place for them") from error
     return written
+
+
+def _inlined(figure: Figure, number: int, label: str, names: Sequence[str]) -> Markup:
+    """The figure as SVG for a page, without what a page has no use for, which is most of the bytes; texts are escaped anew.
+
+    What was drawn with a `gid` is in groups with that as `data-series`, and its label as the title that a pointer shows.
+    `data-x` and `data-y` turn a place into a value: the ends of the axis in points, its limits there, and its scale. The
+    number of the figure keeps ids apart; a screen reader says the label.
+    """
+    text = io.BytesIO()
+    figure.savefig(text, format="svg", transparent=True, metadata=draw.NO_DATE["svg"])
+    titles = {gid: str(artist.get_label()) for artist in figure.findobj() if (gid := artist.get_gid())}
+    drawn = ElementTree.fromstring(text.getvalue())
+    found = dict.fromkeys(re.findall(r"(?:href=\"|url\()#([^\")]+)", text.getvalue().decode()))
+    ids = {name: f"f{number}-{i}" for i, name in enumerate(found)}
+    svg = Element("svg", {"class": "plot", "viewBox": drawn.attrib["viewBox"], "role": "img", "aria-label": label})
+    if figure.axes:
+        svg.attrib |= _scales(figure.axes[0], names)
+    svg.extend(part for child in drawn for part in _cleaned(child, titles, ids))
+    return Markup(ElementTree.tostring(svg, encoding="unicode"))
+
+
+def _cleaned(node: Element, titles: Mapping[str, str], ids: Mapping[str, str]) -> list[Element]:
+    """The element without what is not needed: none, itself, or what is in it; `ids` are those that others refer to."""
+    tag = node.tag.rpartition("}")[2]
+    if tag in ("metadata", "style") or node.get("style") == "fill: none":
+        return []
+    name = node.attrib.pop("id", "")
+    attributes = {key.rpartition("}")[2]: _short(value, ids) for key, value in node.attrib.items()}
+    if attributes.get("transform", "").startswith("rotate(-0 "):
+        del attributes["transform"]
+    parts = [part for child in node for part in _cleaned(child, titles, ids)]
+    if name in titles:
+        attributes["data-series"] = name
+        title = Element("title")
+        title.text = titles[name]
+        parts.insert(0, title)
+    elif name in ids:
+        attributes["id"] = ids[name]
+    if tag in ("g", "defs") and (not parts or (tag == "g" and not attributes)):
+        return parts
+    found = Element(tag, attributes)
+    found.text = node.text if tag == "text" else None
+    found.extend(parts)
+    return [found]
+
+
+def _short(value: str, ids: Mapping[str, str]) -> str:
+    def renamed(match: re.Match[str]) -> str:
+        colour, name = match[0], match[1]
+        return f"var(--{COLOURS[colour]})" if colour in COLOURS else f"#{ids.get(name, name)}"
+
+    if value.startswith("data:"):
+        return value
+    return re.sub(r"#([\w-]+)", renamed, " ".join(NEEDLESS.sub("", value).split()))
+
+
+def _scales(ax: Axes, names: Sequence[str]) -> dict[str, str]:
+    """What turns places into values; nothing without lines to read them from."""
+    lines = (line for line in ax.lines if np.size(line.get_xdata()) > 1)
+    if not any(artist.get_gid() for artist in (*lines, *ax.patches)):
+        return {}
+    box, height = ax.get_window_extent(), ax.figure.bbox.height
+
+    def scale(axis: Axis, ends: tuple[float, float]) -> str:
+        limits = axis.get_transform().transform(axis.get_view_interval())
+        return " ".join(f"{number:.6g}" for number in (*ends, *limits)) + f" {axis.get_scale()}"
+
+    found = {"data-x": scale(ax.xaxis, (box.x0, box.x1)), "data-y": scale(ax.yaxis, (height - box.y0, height - box.y1))}
+    return found | (
+        {"data-names": json.dumps(list(names), ensure_ascii=False)} if names else {"data-of": ax.get_xlabel()}
+    )

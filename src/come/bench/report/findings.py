@@ -10,9 +10,8 @@ import numpy as np
 from come.bench import settings
 from come.bench.record import Failure, Record
 from come.bench.report.configurations import shared
-from come.bench.report.rates import without_sweeps
 from come.bench.report.reading import Piece
-from come.bench.report.tables import domains_of, entries, names_of, objectives_of, rescored_source
+from come.bench.report.tables import domains_of, entries, names_of, objectives_of, rescored_source, without_sweeps
 from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Judged, Verdict, called
 from come.methods import DEFAULT
 

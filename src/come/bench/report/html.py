@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.resources import files
 from itertools import count
@@ -21,11 +21,10 @@ from come.bench.record import Failure, Record
 from come.bench.report import findings, tables
 from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
-from come.bench.report.costs import by_pair, cost, threads, unit_of_time, unlike
+from come.bench.report.costs import Cost, by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
-from come.bench.report.rates import rates_table, without_sweeps
 from come.bench.report.reading import Piece, Reading, read
-from come.bench.report.tables import METRICS, Entry, Table, cut, domains_of, names_of
+from come.bench.report.tables import METRICS, Entry, Table, cut, domains_of, names_of, rates_table, without_sweeps
 from come.bench.report.writing import about, filled, images, write_text
 from come.bench.statistics import AVERAGE, Judged
 from come.methods import DEFAULT
@@ -54,12 +53,8 @@ def write_html(
 ) -> None:
     """Write the report of a run as one page, the whole file or none; the same records give the same bytes.
 
-    Args:
-        folder: where the rows of the records are; the page links to them, relative to where it stands.
-        records: of one plan.
-        path: the page.
-        command: what made the run, to be shown.
-        verdicts: of `come.bench.statistics.verdicts(folder, records)`, computed if not given.
+    The page links to the files of `folder`, which has the rows of the records. It shows `command`, what made the run, and
+    `come.bench.statistics.verdicts(folder, records)`, which are computed if not given.
 
     Raises:
         InputError: there are no records, or they are of several plans.
@@ -234,31 +229,23 @@ def _cost(records: Sequence[Record]) -> Context:
     found = {pair: cost(group) for pair, group in groups.items()}
     reason = unlike(groups.values())
     unit, name = unit_of_time(found)
-    heads = {
-        "ms": "per image, without waiting for data",
-        "x source": "time per image, relative to the source's",
-        "peak MB": "memory",
-        "used %": "samples that drove an update",
-        "total s": "in all, over all cells",
-        "wait s": "for data",
-    }
+    columns: list[tuple[str, str, Callable[[Cost], float | None], int]] = [
+        ("ms", "per image, without waiting for data", lambda one: 1000 * one.seconds_per_image, 2),
+        ("x source", "time per image, relative to the source's", lambda one: one.seconds_per_image / unit, 2),
+        ("peak MB", "memory", lambda one: one.memory_mb, 0),
+        ("used %", "samples that drove an update", lambda one: None if one.used is None else 100 * one.used, 0),
+        ("total s", "in all, over all cells", lambda one: one.seconds, 1),
+        ("wait s", "for data", lambda one: one.waiting, 1),
+    ]
     if reason or "source" not in name:
-        del heads["x source"]
+        del columns[1]
     rows = []
     for pair, one in found.items():
-        numbers: dict[str, tuple[float | None, int]] = {
-            "ms": (1000 * one.seconds_per_image, 2),
-            "x source": (one.seconds_per_image / unit, 2),
-            "peak MB": (one.memory_mb, 0),
-            "used %": (None if one.used is None else 100 * one.used, 0),
-            "total s": (one.seconds, 1),
-            "wait s": (one.waiting, 1),
-        }
-        shown = [numbers[head] for head in heads]
-        cells = [(None if value is None else Entry(value, digits=digits), False, 0) for value, digits in shown]
+        numbers = [(of(one), digits) for _, _, of, digits in columns]
+        cells = [(None if value is None else Entry(value, digits=digits), False, 0) for value, digits in numbers]
         rows.append(("first", names[pair], cells))
     return {
-        "heads": [(text, "ascending", tip) for text, tip in heads.items()],
+        "heads": [(text, "ascending", tip) for text, tip, *_ in columns],
         "rows": rows,
         "full": None,
         "unlike": reason,

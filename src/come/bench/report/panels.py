@@ -5,6 +5,7 @@ matplotlib is imported when something is drawn.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,7 @@ import numpy as np
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unit_of_time, unlike
 from come.bench.report.reading import BINS, COVERAGES, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
-from come.bench.report.tables import cut, entries, objectives_of, short
-from come.bench.statistics import AVERAGE
+from come.bench.report.tables import AVERAGE_ACCURACY, average_accuracy, cut, entries, objectives_of, short, sweeps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -285,8 +285,7 @@ def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
 def _costs(records: Sequence[Record]) -> dict[tuple[str, str], tuple[Cost, float]]:
     """Cost and average accuracy of what ran on all domains."""
     found = {
-        pair: (cost(group), entries(records, *pair, [(AVERAGE, "accuracy")])[0])
-        for pair, group in by_pair(records).items()
+        pair: (cost(group), entries(records, *pair, [AVERAGE_ACCURACY])[0]) for pair, group in by_pair(records).items()
     }
     return {pair: (one, accuracy.mean) for pair, (one, accuracy) in found.items() if accuracy is not None}
 
@@ -310,6 +309,29 @@ def draw_cost(ax: Axes, records: Sequence[Record], looks: Looks, of: Literal["ti
     xs, ys = zip(*points.values(), strict=True)
     ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS), xlabel=label, ylabel="accuracy (%)")
     _mark(ax)
+
+
+def draw_rates(ax: Axes, records: Sequence[Record], looks: Looks, name: str) -> None:
+    """Average accuracy of a method against its learning rate, a line per objective; the source model is level."""
+    rates = sweeps(records)[name]
+    first = name if name in rates.values() else next(iter(rates.values()))  # the others take its look
+    shown: list[float] = []
+    for (method, objective), look in looks.items():
+        if method not in (first, "source"):
+            continue
+        line = average_accuracy(records, ["source"] if method == "source" else rates.values(), objective)
+        values = [math.nan if entry is None else entry.mean for entry in line]
+        shown += values
+        if method == "source":
+            ax.axhline(values[0], **look.line | {"marker": ""})
+        else:
+            ax.plot(list(rates), values, **look.line | {"markersize": 5, "label": f"{name} + {objective}"})
+    ax.set(xscale="log", ylim=around(shown, POINTS), xlabel="learning rate", ylabel="accuracy (%)", title=name)
+    ax.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
+    ax.minorticks_off()
+    ax.locator_params(axis="y", nbins=5)
+    ax.grid(axis="y")
+    ax.legend(handlelength=3.2)
 
 
 class Strips(NamedTuple):

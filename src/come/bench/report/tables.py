@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -15,6 +16,9 @@ from come.bench.record import Record
 from come.bench.report.configurations import one_configuration
 from come.bench.statistics import AVERAGE, Judged, Verdict
 from come.errors import InputError
+
+AVERAGE_ACCURACY = (AVERAGE, "accuracy")
+RATES = "Average accuracy (%) against the learning rate"
 
 SHORT = {
     "gaussian_noise": "Gauss.", "shot_noise": "Shot", "impulse_noise": "Impul.", "defocus_blur": "Defoc",
@@ -273,15 +277,20 @@ def rows_of(
     return rows
 
 
+def by_seed(records: Iterable[Record]) -> dict[int, dict[str, dict[str, float]]]:
+    """The metrics by domain, of all records of a seed together."""
+    found: dict[int, dict[str, dict[str, float]]] = {}
+    for record in records:
+        found.setdefault(record.cell.seed, {}).update(record.result.metrics)
+    return found
+
+
 def entries(records: Sequence[Record], method: str, objective: str, keys: Sequence[Key]) -> Line:
     """The number of a method with an objective for each (domain, metric), over seeds; None where there is none.
 
     An average needs the metric in all domains that define it: means over different domains do not compare.
     """
-    seeds: dict[int, dict[str, dict[str, float]]] = {}
-    for record in records:
-        if record.cell.pair == (method, objective):
-            seeds.setdefault(record.cell.seed, {}).update(record.result.metrics)
+    seeds = by_seed(record for record in records if record.cell.pair == (method, objective))
     line = []
     for domain, metric in keys:
         wanted = domains_of(records, metric) if domain == AVERAGE else [domain]
@@ -317,6 +326,50 @@ def averages(table: Table) -> Table:
     rows = tuple(replace(row, entries=tuple(row.entries[i] for i in kept)) for row in table.rows)
     columns = tuple(table.columns[i] for i in kept)
     return replace(table, columns=columns, rows=rows, keys=tuple(table.keys[i] for i in kept))
+
+
+def sweeps(records: Iterable[Record]) -> dict[str, dict[float, str]]:
+    """By method, without its rate: what ran at each learning rate, from the lowest. Methods with one rate are left out."""
+    found: dict[str, dict[float, str]] = {}
+    for record in records:
+        if record.result.lr is not None:
+            name = re.sub(r":lr=[^:]*", "", record.cell.method)
+            found.setdefault(name, {}).setdefault(record.result.lr, record.cell.method)
+    return {name: dict(sorted(rates.items())) for name, rates in found.items() if len(rates) > 1}
+
+
+def without_sweeps(records: Iterable[Record]) -> list[Record]:
+    """The records except those of other learning rates than the method's own, where it ran with that too."""
+    records = list(records)
+    ran, found = {record.cell.method for record in records}, sweeps(records)
+    further = {m for name, rates in found.items() if name in ran for m in rates.values()} - found.keys()
+    return [record for record in records if record.cell.method not in further]
+
+
+def rates_table(records: Sequence[Record], verdicts: Judged | None = None) -> Table | None:
+    """A column for each learning rate, a row for each method and objective, the source model above; None without a sweep."""
+    found, objectives, judged = sweeps(records), objectives_of(records), verdicts or Judged()
+    if not found:
+        return None
+    rates = sorted({rate for by_rate in found.values() for rate in by_rate})
+    rows = [
+        Row("source", "", average_accuracy(records, ["source"] * len(rates), o), o)
+        for o in objectives.get("source", ())
+    ]
+    for name, by_rate in found.items():
+        methods = [by_rate.get(rate, "") for rate in rates]
+        both = dict.fromkeys(o for method in by_rate.values() for o in objectives[method])
+        changes = [judged.changes.get((method, [*both][-1], *AVERAGE_ACCURACY)) for method in methods]
+        rows += rows_of(
+            name, {o: average_accuracy(records, methods, o) for o in both}, changes, ["accuracy"] * len(rates)
+        )
+    heads = tuple(f"lr {rate:g}" for rate in rates)
+    return Table(RATES, heads, tuple(rows), tuple((head, "accuracy") for head in heads))
+
+
+def average_accuracy(records: Sequence[Record], methods: Iterable[str], objective: str) -> Line:
+    """Of each method with the objective, over all domains."""
+    return tuple(entries(records, method, objective, [AVERAGE_ACCURACY])[0] for method in methods)
 
 
 STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}

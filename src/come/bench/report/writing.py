@@ -16,8 +16,7 @@ from come.bench.report import findings
 from come.bench.report.configurations import one_configuration
 from come.bench.report.costs import by_pair, cost, threads, unlike
 from come.bench.report.formats import plain_markdown, to_markdown
-from come.bench.report.rates import rates_table, without_sweeps
-from come.bench.report.tables import results_table, scores_note
+from come.bench.report.tables import rates_table, results_table, scores_note, without_sweeps
 from come.bench.statistics import Judged, called
 from come.errors import StateError
 from come.state.files import replacing
