@@ -23,7 +23,7 @@ from come.bench import Plan, models, run
 from come.bench.data import Preprocess, open_source
 from come.bench.data.cifar10 import read_cifar10
 from come.bench.data.pickles import Call, read_pickle
-from come.bench.data.tars import files_of_archive
+from come.bench.data.reading import files_of_archive
 
 BATCHES = made_up()
 TRAINING = [name for name in BATCHES if name != "test_batch"]

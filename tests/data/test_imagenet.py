@@ -10,8 +10,8 @@ from torch import nn
 import come
 from come.bench import Bench, Plan, RunFolder, models, run
 from come.bench.data import Preprocess, open_source
-from come.bench.data.decoding import decode
-from come.bench.data.imagenet import SHIFTED, places
+from come.bench.data.folders import SHIFTED, places
+from come.bench.data.preprocess import decode
 from come.bench.models import Chosen, restricted
 
 SMALL = Preprocess(size=8, resize=8)

@@ -28,7 +28,7 @@ import come
 from come import corruptions
 from come.bench import Bench, Plan, models, run
 from come.bench.data import Preprocess, open_source, opening
-from come.bench.data.imagenet import places
+from come.bench.data.folders import places
 
 datasets, webdataset = pytest.importorskip("datasets"), pytest.importorskip("webdataset")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -20,14 +20,7 @@ __all__ = ["brightness", "contrast", "elastic_transform", "jpeg_compression", "p
 
 
 def contrast(x: Tensor, factor: float, draws: Draws) -> Tensor:
-    """Shrink the deviation from each channel's mean: out = mean + factor (x - mean).
-
-    Example:
-        >>> x = torch.rand(1, 3, 8, 8)
-        >>> out = contrast(x.clone(), 0.1, Draws(0, torch.arange(1), "contrast", 1))
-        >>> bool(torch.allclose(out.std((2, 3)), 0.1 * x.std((2, 3))))
-        True
-    """
+    """Shrink the deviation from each channel's mean: out = mean + factor (x - mean)."""
     mean = x.mean((2, 3), keepdim=True)
     return x.mul_(factor).add_(mean.mul_(1.0 - factor))
 
@@ -36,11 +29,6 @@ def brightness(x: Tensor, amount: float, draws: Draws) -> Tensor:
     """Raise V = max(R, G, B) of HSV: V' = min(V + amount, 1) at the same hue and saturation.
 
     RGB is proportional to V at fixed hue and saturation, so out = x V' / V; black becomes the grey V'.
-
-    Example:
-        >>> x = torch.full((1, 3, 1, 1), 0.25)
-        >>> brightness(x, 0.5, Draws(0, torch.arange(1), "b", 1)).flatten().tolist()
-        [0.75, 0.75, 0.75]
     """
     tiny = 1e-6  # keeps black grey: (0 + tiny) * (V' / tiny)
     x = x.clamp_(min=tiny)
@@ -118,13 +106,7 @@ def pixelate(x: Tensor, share: float, draws: Draws) -> Tensor:
 
 
 def jpeg_compression(x: Tensor, quality: int, draws: Draws) -> Tensor:
-    """Compress and decompress with JPEG at a libjpeg quality from 1 to 100, see :mod:`come.corruptions.jpeg`.
-
-    Example:
-        >>> x = torch.full((1, 3, 16, 16), 200, dtype=torch.uint8)
-        >>> jpeg_compression(x, 7, Draws(0, torch.arange(1), "jpeg", 1)).float().mean().item() > 180
-        True
-    """
+    """Compress and decompress with JPEG at a libjpeg quality from 1 to 100, see :mod:`come.corruptions.jpeg`."""
     return jpeg_round_trip(x, quality)
 
 

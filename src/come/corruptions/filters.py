@@ -60,10 +60,6 @@ def smooth(x: Tensor, sigma: float, *, truncate: float = 4.0, mode: str = "repli
 
     out[y, x] = sum_ij g_i g_j in[y + i, x + j] with g_i proportional to exp(-i^2 / (2 sigma^2)), |i| <= truncate * sigma.
     `mode` is the border mode of :func:`extend`.
-
-    Example:
-        >>> round(smooth(torch.ones(1, 1, 4, 4), 1.0).mean().item(), 5)
-        1.0
     """
     taps = gaussian_taps(sigma, truncate)
     radius = len(taps) - 1
@@ -99,11 +95,6 @@ def fft_filter(padded: Tensor, spectrum: Tensor, shape: tuple[int, int], corner:
 
     `padded` is the image with its border (B, C, h, w), `spectrum` broadcasts to (B, C, FH, FW // 2 + 1) with FH = fft_size(h)
     and FW = fft_size(w), and the result is (B, C, *shape), cut out at `corner` = (top, left).
-
-    Example:
-        >>> x = torch.rand(1, 1, 4, 4)
-        >>> bool(torch.allclose(fft_filter(x, torch.ones(4, 3), (4, 4), (0, 0)), x, atol=1e-6))
-        True
     """
     size = (fft_size(padded.shape[-2]), fft_size(padded.shape[-1]))
     image = torch.fft.rfft2(padded, s=size).mul_(spectrum)
@@ -120,18 +111,8 @@ def motion_line(
     out(p) = sum_i k_i in(p + round(i (cos a, sin a))), i = 0..2 radius, k_i proportional to exp(-i^2 / (2 sigma^2)), where
     positions off the image read its nearest border pixel. It is computed in the frequency domain, as sum_i k_i e^(2 pi j f .
     offset_i), so the kernels of all images are made by one matrix product.
-
-    Args:
-        x: (B, C, H, W).
-        radius: half the number of taps.
-        sigma: width of the weights, in pixels.
-        degrees: float64 (B,), the angle of each image (0 reads to the right, 90 downwards).
-        reach: how far the line can go left, right, up and down, as shares of its length.
-
-    Example:
-        >>> line = motion_line(torch.eye(8)[None, None], 2, 1.0, torch.zeros(1).double(), (0, 1, 0, 0))
-        >>> line.shape
-        torch.Size([1, 1, 8, 8])
+    `degrees`, float64 (B,), are the angles of the images (0 reads to the right, 90 downwards); `reach` is how far the line can
+    go left, right, up and down, as shares of its length.
     """
     taps = 2 * radius + 1
     left, right, top, bottom = (math.ceil(share * (taps - 1)) for share in reach)

@@ -34,14 +34,7 @@ def shot_noise(x: Tensor, peak: int, draws: Draws) -> Tensor:
 
 
 def impulse_noise(x: Tensor, amount: float, draws: Draws) -> Tensor:
-    """Replace a share of the values by white or black: P(out = 1) = P(out = 0) = amount / 2, else out = x.
-
-    Example:
-        >>> import torch
-        >>> noisy = impulse_noise(torch.full((1, 3, 32, 32), 0.5), 0.2, Draws(0, torch.arange(1), "noise", 1))
-        >>> abs(float((noisy != 0.5).float().mean()) - 0.2) < 0.04
-        True
-    """
+    """Replace a share of the values by white or black: P(out = 1) = P(out = 0) = amount / 2, else out = x."""
     # a steep ramp is 0 or 1 at every value u can take; much faster than masks on the CPU
     u = draws.uniform(0, *x.shape[1:])
     ramp = 2.0**27
@@ -51,11 +44,5 @@ def impulse_noise(x: Tensor, amount: float, draws: Draws) -> Tensor:
 
 
 def speckle_noise(x: Tensor, sigma: float, draws: Draws) -> Tensor:
-    """Add noise in proportion to the value: out = x + sigma x z, z ~ N(0, 1) for each value.
-
-    Example:
-        >>> import torch
-        >>> speckle_noise(torch.zeros(1, 3, 4, 4), 0.6, Draws(0, torch.arange(1), "noise", 1)).abs().max().item()
-        0.0
-    """
+    """Add noise in proportion to the value: out = x + sigma x z, z ~ N(0, 1) for each value."""
     return x.mul_(draws.normal(0, *x.shape[1:]).mul_(sigma).add_(1.0))

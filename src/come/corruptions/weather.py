@@ -22,12 +22,6 @@ def snow(x: Tensor, parameters: tuple[float, float, float, float, int, float, fl
     """Whiten the image and add streaks of snow: out = w x + (1 - w) max(x, 1.5 grey(x) + 0.5) + s + rot180(s).
 
     The layer s is N(mean, deviation) noise, zoomed, zeroed below a threshold and blurred along a line at -135 to -45 degrees.
-
-    Example:
-        >>> x = torch.full((1, 3, 32, 32), 0.2)
-        >>> out = snow(x.clone(), (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8), Draws(0, torch.arange(1), "snow", 5))
-        >>> bool(out.mean() > x.mean())
-        True
     """
     mean, deviation, factor, threshold, radius, sigma, weight = parameters
     height, width = x.shape[-2:]
@@ -52,11 +46,6 @@ def frost(x: Tensor, parameters: tuple[float, float, float], draws: Draws) -> Te
     The textures are procedural (:mod:`come.corruptions.frosting`), with the mean colours and contrasts of the published
     photographs, which are not shipped; so results agree with the published ones in brightness and contrast, not in pattern.
     The third parameter is the scale of the textures; they are enlarged further for images that they do not cover.
-
-    Example:
-        >>> out = frost(torch.zeros(1, 3, 32, 32), (0.75, 0.45, 0.2), Draws(0, torch.arange(1), "frost", 5))
-        >>> bool(out.min() >= 0) and bool(out.mean() > 0.1)
-        True
     """
     keep, strength, scale = parameters
     batch, _, height, width = x.shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from come.errors import InputError, require_int
-from come.metrics.checks import alike, no_nan
+from come.metrics.counting import alike, no_nan
 
 LARGEST_NLL = 100.0
 """In nats, as in PyTorch's `binary_cross_entropy`."""

@@ -1,10 +1,45 @@
-"""Shares of samples: of correct predictions, and of the most predicted class."""
+"""Shares of samples, and what all metrics share: the checks of arguments, and the counts that most are made of."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from come.metrics.checks import alike
+from come.errors import InputError
+
+
+def alike(**columns: Tensor) -> None:
+    """Raise an `InputError` unless all columns are (N,) with one N."""
+    shapes = {name: tuple(column.shape) for name, column in columns.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InputError(f"columns must be (N,), all of one length, got {found}")
+
+
+def no_nan(column: Tensor, name: str = "confidence") -> None:
+    """Raise an `InputError` if the column has a NaN, which cannot be ranked."""
+    bad = int(column.isnan().sum())
+    if bad:
+        raise InputError(
+            f"{name} is NaN for {bad} of {len(column)} samples; leave those samples out, or replace the NaN first (a "
+            "confidence of -inf is the least confident)"
+        )
+
+
+def passing(confidence: Tensor, **flag: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the samples, and those with the flag, that pass each threshold, from none to all of them.
+
+    There is one threshold per distinct confidence, and one above all: two int64 tensors of that length, on the CPU.
+    """
+    alike(confidence=confidence, **flag)
+    no_nan(confidence)
+    (flagged,) = flag.values()
+    value, order = confidence.detach().sort(descending=True)
+    last = torch.ones_like(value, dtype=torch.bool)
+    last[:-1] = value[1:] != value[:-1]
+    hits = flagged.bool()[order].long().cumsum(0)[last]
+    zero = torch.zeros(1, dtype=torch.int64)
+    return torch.cat([zero, last.nonzero()[:, 0].cpu() + 1]), torch.cat([zero, hits.cpu()])
 
 
 def accuracy(prediction: Tensor, label: Tensor) -> float:
@@ -14,7 +49,6 @@ def accuracy(prediction: Tensor, label: Tensor) -> float:
     labelled.
 
     Example:
-        >>> import torch
         >>> accuracy(torch.tensor([1, 2, 3, 3]), torch.tensor([1, 2, 0, -1]))
         0.6666666666666666
     """
@@ -28,7 +62,6 @@ def labelled_mean(values: Tensor, label: Tensor) -> float:
     Values and labels are (N,); a negative label marks an outlier, which does not count. NaN if nothing is labelled.
 
     Example:
-        >>> import torch
         >>> labelled_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([0, 3, -1]))
         1.5
     """
@@ -42,7 +75,6 @@ def dominant_share(prediction: Tensor) -> float:
     A model that collapses predicts ever fewer classes: the share grows towards 1. It is 0 for an empty set.
 
     Example:
-        >>> import torch
         >>> dominant_share(torch.tensor([3, 3, 3, 1]))
         0.75
     """

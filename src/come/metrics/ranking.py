@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from come.errors import require
-from come.metrics.checks import alike, passing
+from come.metrics.counting import alike, passing
 
 
 def fpr(confidence: Tensor, correct: Tensor, *, accept: float = 0.95) -> float:
@@ -37,19 +37,16 @@ def fpr(confidence: Tensor, correct: Tensor, *, accept: float = 0.95) -> float:
         0.0
     """
     alike(confidence=confidence, correct=correct)
-    wrong = ~correct
-    n_right, n_wrong = int(correct.sum()), int(wrong.sum())
+    n_right = int(correct.sum())
+    n_wrong = len(correct) - n_right
     if not n_wrong:
         return 0.0
     if not n_right:
         return 1.0
     # The detection-error curve of "wrong" by the score -confidence: one point per distinct score, and one at infinity.
     score = -confidence.double()
-    score, order = score.where(~score.isnan(), math.inf).sort(descending=True, stable=True)
-    last = torch.cat([score[1:] != score[:-1], torch.ones(1, dtype=torch.bool, device=score.device)])
-    zero = torch.zeros(1, dtype=torch.int64, device=score.device)
-    alarms = torch.cat([zero, correct[order].long().cumsum(0)[last]])  # right samples at or above each threshold
-    found = torch.cat([zero, wrong[order].long().cumsum(0)[last]])  # wrong ones
+    passed, alarms = passing(score.where(~score.isnan(), math.inf), correct=correct)  # alarms are right samples
+    found = passed - alarms
     first = int((alarms == 0).sum()) - 1  # of the points without a false alarm only the last counts
     end = int((found < n_wrong).sum()) + 1  # and none after the first that finds everything
     rate, missed = alarms[first:end].double() / n_right, (n_wrong - found[first:end]).double() / n_wrong

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from come.errors import require
-from come.metrics.checks import passing
+from come.metrics.counting import passing
 from come.metrics.scores import SCORES, Rows, require_score
 
 

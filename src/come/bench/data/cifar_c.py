@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import quiet
+from come.bench.data.preprocess import quiet
 from come.bench.data.reading import as_input_error, data_folder
 from come.bench.data.source import Loaded, Source
 from come.corruptions import names as corruption_names

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import MAX_BYTES, decode
-from come.bench.data.preprocess import Preprocess
+from come.bench.data.preprocess import MAX_BYTES, Preprocess, decode
 from come.bench.data.reading import read_regular, stay_inside
 from come.bench.data.source import Loaded, Source
 from come.errors import InputError, one_line, require_int, unknown
@@ -33,10 +32,8 @@ class EncodedSource(Source):
         on_bad_image: "raise" names an image that cannot be read; "skip" leaves it out and counts it.
     """
 
-    targets: Tensor
-    """(N,) int64: the labels; -1 where there is none."""
-    roots: tuple[Path, ...] = ()
-    """Folders that its files are in; none is read elsewhere."""
+    targets: Tensor  # (N,) int64: the labels; -1 where there is none
+    roots: tuple[Path, ...] = ()  # folders that its files are in; none is read elsewhere
 
     def __init__(self, name: str, rest: str, preprocess: Preprocess, on_bad_image: OnBadImage = "raise") -> None:
         self.name, self.preprocess, self.on_bad_image = name, preprocess, on_bad_image

@@ -1,17 +1,23 @@
-"""Sources of image files in folders: a folder per class, and the layout of ImageNet-C."""
+"""Sources of image files in folders: a folder per class, the layouts of ImageNet and ImageNet-C, the lists of OpenOOD."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from come.bench.data.encoded import EncodedSource
 from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, data_folder, images_below, read_regular, subfolders
+from come.bench.data.source import Source
 from come.corruptions import names as corruption_names
-from come.errors import InputError, unknown
+from come.errors import InputError, shown, unknown
 
+SHIFTED = {"imagenet-r": 200, "imagenet-a": 200, "imagenet-v2": 1000, "imagenet-sketch": 1000}
+"""The published shifts, and how many classes each has."""
 LIST = ":list="  # between a folder and a file that lists the images to use
 LONGEST_LIST = 2**28  # bytes of such a file
 
@@ -19,8 +25,7 @@ LONGEST_LIST = 2**28  # bytes of such a file
 class FileSource(EncodedSource):
     """Images in files below one folder, `PATH` or `PATH:list=FILE`."""
 
-    files: list[Path]
-    """Of each sample, relative to `root`."""
+    files: list[Path]  # of each sample, relative to `root`
 
     def _open(self, rest: str) -> None:
         path, _, self._list = rest.partition(LIST)
@@ -150,3 +155,89 @@ class ImageNetCSource(FileSource):
 
     def _encoded(self, index: int, corruption: str | None, severity: int) -> Path:
         return self.root / str(corruption) / str(severity) / self.files[index]
+
+
+class ImageNetSource(FolderSource):
+    """`PATH/<class>/<image>` with a class of ImageNet as the name of each folder: n01440764, or 0 to 999 (ImageNet-V2).
+
+    Classes keep the order of ImageNet. Where there are fewer than 1,000, `subset` says which ones: the benchmark restricts a
+    model of 1,000 classes to their logits, as is published for ImageNet-R and ImageNet-A.
+    """
+
+    def _check_classes(self) -> None:
+        known = places()
+        if strange := [folder for folder in self.classes if folder not in known]:
+            raise InputError(
+                f"the folders in {self.root} must be classes of ImageNet, such as n01440764, or numbers from 0 to 999; got "
+                f"{strange[0]!r}: give the folder that holds them"
+            )
+        self.classes = sorted(self.classes, key=known.__getitem__)
+        self.subset = tuple(known[folder] for folder in self.classes)
+        wanted, found = SHIFTED.get(self.kind), len(set(self.subset))
+        if found < self.num_classes or found != (wanted or max(2, found)):
+            raise InputError(
+                f"{self.kind} must have {wanted or 'from 2 to 1000'} folders, one for each class, got {self.num_classes} in "
+                f"{self.root}; unpack it again, or write imagenet:PATH to use the classes that are there"
+            )
+
+    def number(self, classes: Sequence[str], file: str) -> None:
+        """Refuse: the classes have the numbers of ImageNet."""
+        Source.number(self, classes, file)
+
+    def require(self, corruptions: Sequence[str | None], severity: int) -> None:
+        """Raise `InputError` if images that are shifted already are to be corrupted."""
+        if self.kind in SHIFTED and any(corruptions):
+            raise InputError(
+                f"{self.name} is shifted already, and is not corrupted; give --setting natural, or write imagenet:PATH to "
+                "corrupt it all the same"
+            )
+
+    def source_images(self, count: int) -> Tensor:
+        """`count` clean images, which the published shifts do not have."""
+        if self.kind in SHIFTED:
+            raise InputError(
+                f"{self.name} holds shifted images only; give clean source images with --source-data folder:PATH"
+            )
+        return super().source_images(count)
+
+
+@cache
+def places() -> dict[str, int]:
+    """The number of each class of ImageNet, by its WordNet id and by the number as text."""
+    from timm.data.imagenet_info import ImageNetInfo
+
+    names = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]
+    return {name: i for i, name in enumerate(names)} | {str(i): i for i in range(len(names))}
+
+
+class OpenOODSource(FileSource):
+    """`openood:PATH:list=FILE`: the images in the folder PATH that a file of `benchmark_imglist` names, `path label` a line.
+
+    Labels of -1 mark outliers. A list with a negative label has no classes, and serves as `--outliers`.
+    """
+
+    def _open(self, rest: str) -> None:
+        super()._open(rest)
+        if not self._list:
+            raise InputError(f"data {self.name!r} lacks its list; write openood:PATH:list=FILE")
+        self.files, labels = [], []
+        for number, line in enumerate(self._lines(), 1):
+            if not line.strip():
+                continue
+            file, _, label = line.strip().rpartition(" ")
+            if not file or not label.removeprefix("-").isdecimal() or len(label) > 9:
+                raise InputError(f"line {number} of {self._list} must be a path and a label, got {shown(line)}")
+            self.files.append(Path(file))
+            labels.append(int(label))
+        if not labels:
+            raise InputError(f"the list of images {self._list} is empty; each line must be a path and a label")
+        if missing := [file for file in self.files if not os.path.isfile(self.root / file)]:
+            raise InputError(
+                f"{self._list} lists {len(labels)} images, {len(missing)} of which are not in {self.root}, such as "
+                f"{str(missing[0])!r}; give the folder that these paths begin in"
+            )
+        self._set_labels(labels)
+
+    def names(self) -> list[str]:
+        """The paths of the list."""
+        return [str(file) for file in self.files]

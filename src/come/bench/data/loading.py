@@ -29,14 +29,10 @@ CHUNK_VALUES = {"cpu": 2**19, "cuda": 2**24}
 class Batch:
     """What a method gets, and what it is scored against."""
 
-    images: Tensor
-    """(B, 3, H, W), normalized, on the device"""
-    labels: Tensor
-    """(B,) int64 on the device; -1 marks an outlier"""
-    indices: Tensor
-    """(B,) int64: the samples' numbers in the source"""
-    kinds: Tensor
-    """(B,) int64: places in `Stream.shifts`; -1 marks an outlier"""
+    images: Tensor  # (B, 3, H, W), normalized, on the device
+    labels: Tensor  # (B,) int64 on the device; -1 marks an outlier
+    indices: Tensor  # (B,) int64: the samples' numbers in the source
+    kinds: Tensor  # (B,) int64: places in `Stream.shifts`; -1 marks an outlier
 
 
 @dataclass
@@ -47,8 +43,7 @@ class Account:
     waited: float = 0.0
 
 
-_Loaded = tuple[Loaded, Tensor]
-"""A batch on the host, and the kinds of its samples."""
+_Loaded = tuple[Loaded, Tensor]  # a batch on the host, and the kinds of its samples
 _Chunk = tuple[list[tuple[Tensor, Tensor, Loaded, Tensor]], "torch.cuda.Event | None"]
 """Batches with corrupted images and labels on the device, and the event after which they are there."""
 

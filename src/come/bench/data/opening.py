@@ -12,10 +12,8 @@ from come.bench.data.cifar10 import GET, Cifar10Source
 from come.bench.data.cifar_c import CifarCSource
 from come.bench.data.embedded import FashionOutlierSource, FashionSource
 from come.bench.data.encoded import OnBadImage
-from come.bench.data.folders import FolderSource, ImageNetCSource
+from come.bench.data.folders import SHIFTED, FolderSource, ImageNetCSource, ImageNetSource, OpenOODSource
 from come.bench.data.huggingface import HuggingFaceSource
-from come.bench.data.imagenet import SHIFTED, ImageNetSource
-from come.bench.data.openood import OpenOODSource
 from come.bench.data.preprocess import Preprocess
 from come.bench.data.shards import ShardSource
 from come.bench.data.source import Source
@@ -31,8 +29,7 @@ class Kind(NamedTuple):
     about: str
     open: Callable[[str, str, Preprocess, OnBadImage], Source]
     """From the specification, what follows the colon in it, and how images are read."""
-    get: str = ""
-    """How to get its files; for the error when the path is missing."""
+    get: str = ""  # how to get its files; for the error when the path is missing
 
 
 KINDS = (

@@ -18,11 +18,9 @@ IGNORED = ("PROTO", "FRAME")
 class Call:
     """A call that the pickle asks for; it is never made."""
 
-    function: str
-    """Module and name, with a space between."""
+    function: str  # module and name, with a space between
     arguments: tuple[Any, ...] = field(repr=False)  # their text can be endless
-    state: Any = field(default=None, repr=False)
-    """What the result would be filled with."""
+    state: Any = field(default=None, repr=False)  # what the result would be filled with
 
 
 def read_pickle(file: bytes) -> Any:

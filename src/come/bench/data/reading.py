@@ -1,9 +1,10 @@
-"""Reads files and folders of others: regular files up to a size, and no link that leads out of the data folder."""
+"""Reads files, folders and archives of others: regular files up to a size, and no link that leads out of the data folder."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,10 @@ from come.errors import InputError, one_line
 IMAGE_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
 # Without O_NONBLOCK, opening a pipe that replaced the file after the check would block.
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+LONG = 2**20  # bytes of a long name, or of what else a header says of the next file
+READ_WHOLE = (b"L", b"K", b"x", b"g", b"X")
+"""Types of headers about the next file, such as a long name; `tarfile` reads them whole."""
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
@@ -112,3 +117,36 @@ def _answer(check: Callable[[], bool]) -> bool:
         return check()
     except OSError:
         return False
+
+
+class Header(tarfile.TarInfo):
+    """A header whose size is checked: a negative one would lead `tarfile` back, in an endless loop."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+        """Read a block of 512 bytes; a damaged one is an error, where `tarfile` takes it for the end of the archive."""
+        try:
+            found = super().frombuf(buf, encoding, errors)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(str(error)) from error
+        if found.size < 0 or (found.type in READ_WHOLE and found.size > LONG):
+            raise tarfile.ReadError(f"a file in it has {found.size} bytes")
+        return found
+
+
+def files_of_archive(path: str | Path, limit: int) -> dict[str, bytes]:
+    """All files of a .tar.gz in memory, by their names without folders; at most `limit` bytes unpacked.
+
+    Raises:
+        OSError, EOFError, ValueError, tarfile.TarError, zlib.error: it cannot be read, or is too long. `reason` words it.
+    """
+    require_regular(path)
+    found, left = dict[str, bytes](), limit
+    with tarfile.open(path, "r:gz", tarinfo=Header) as archive:
+        for member in archive:
+            left -= tarfile.BLOCKSIZE + abs(member.size)
+            if left < 0 or member.size < 0:  # negative in a pax header
+                raise ValueError(f"it unpacks to more than {limit} bytes")
+            if member.isfile() and (file := archive.extractfile(member)) is not None:
+                found[os.path.basename(member.name)] = file.read()
+    return found

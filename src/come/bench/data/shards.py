@@ -12,18 +12,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from come.bench.data.decoding import MAX_BYTES
 from come.bench.data.encoded import EncodedSource, place_and_options
-from come.bench.data.reading import IMAGE_ENDINGS, as_input_error, require_regular
-from come.bench.data.tars import Header
+from come.bench.data.preprocess import MAX_BYTES
+from come.bench.data.reading import IMAGE_ENDINGS, Header, as_input_error, require_regular
 from come.errors import ConfigError, InputError, one_line, pip_install, shown
 
 OPTIONS = ("image", "label", "classes")  # what may follow the shards, as KEY=VALUE
 MAX_SHARDS = 100_000
 MAX_LABEL = 2**20  # bytes of a file with a label
 
-Part = tuple[int, int]
-"""Where a file of a sample begins in its shard, and how many bytes it has."""
+Part = tuple[int, int]  # where a file of a sample begins in its shard, and how many bytes it has
 
 
 class ShardSource(EncodedSource):
@@ -44,8 +42,7 @@ class ShardSource(EncodedSource):
             raise ConfigError(
                 f"{self.name} needs webdataset, which is missing; install it with: {pip_install('data')}"
             ) from error
-        self._samples: list[tuple[Path, str, Part]] = []
-        """Of each, its shard, its name, and where its image is."""
+        self._samples: list[tuple[Path, str, Part]] = []  # of each, its shard, its name, and where its image is
         labels = list[int]()
         for shard in _shards(pattern):
             for key, parts in _read(grouped, shard):

@@ -17,12 +17,9 @@ from come.errors import ConfigError, InputError
 class Loaded(NamedTuple):
     """Samples of a source; those that could not be read are left out and counted."""
 
-    images: Tensor
-    """(B, 3, H, W) uint8"""
-    labels: Tensor
-    """(B,) int64"""
-    indices: Tensor
-    """(B,) int64: the samples' numbers in the source"""
+    images: Tensor  # (B, 3, H, W) uint8
+    labels: Tensor  # (B,) int64
+    indices: Tensor  # (B,) int64: the samples' numbers in the source
     bad: int = 0
 
 

@@ -29,11 +29,9 @@ SHARE_OF_DEVICE = 0.125
 
 SEEKING = threading.Lock()  # where there is no `preadv`, threads share the position in a file
 
-UNKNOWN, THERE, BAD = 0, 1, 2
-"""States of a sample."""
+UNKNOWN, THERE, BAD = 0, 1, 2  # states of a sample
 
-Shift = tuple[str | None, int]
-"""Corruption and severity."""
+Shift = tuple[str | None, int]  # corruption and severity
 
 
 class _Wrapper(Source):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from come.bench.data.decoding import quiet
-from come.bench.data.preprocess import Preprocess
+from come.bench.data.preprocess import Preprocess, quiet
 from come.bench.data.reading import as_input_error
 from come.bench.data.source import DatasetSource, Loaded
 from come.errors import InputError, one_line, unknown

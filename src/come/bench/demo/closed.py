@@ -8,8 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LARGEST = 4096
-"""Bytes of a request body; the page needs about 100."""
+LARGEST = 4096  # bytes of a request body; the page needs about 100
 READ = ("/", "/favicon.ico", "/manifest.json", "/theme.css", "/config", "/gradio_api/queue/data")
 READ_BELOW = ("/assets/", "/static/")
 POSTED = tuple(f"/gradio_api/{route}" for route in ("queue/join", "run/predict", "cancel", "reset"))

@@ -23,8 +23,7 @@ from come.bench.demo.stream import CLEAN, METHODS, RATES, RECENT, RISK, Choice, 
 from come.bench.models import EMBEDDED
 from come.errors import ComeError
 
-VISITORS = 8
-"""Streams that run at once; up to `WAITING` others wait in a queue."""
+VISITORS = 8  # streams that run at once; up to `WAITING` others wait in a queue
 WAITING = 100
 
 WORDS = """# Test-time adaptation, side by side

@@ -23,18 +23,13 @@ from come.errors import require, unknown
 from come.images.normalization import Normalization
 from come.metrics import accuracy
 
-CLEAN = "none"
-"""The corruption that leaves images as they are."""
-METHODS = ("tent", "eata", "sar", "deyo")
-"""Methods that take an objective and one or two forwards."""
+CLEAN = "none"  # the corruption that leaves images as they are
+METHODS = ("tent", "eata", "sar", "deyo")  # methods that take an objective and one or two forwards
 RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 BATCH = 64
-RISK = 0.05
-"""Share of wrong answers that abstaining guarantees on clean images."""
-EXAMPLES = 6
-"""Images of each batch that are shown."""
-RECENT = 5
-"""Batches that a point of a curve averages."""
+RISK = 0.05  # share of wrong answers that abstaining guarantees on clean images
+EXAMPLES = 6  # images of each batch that are shown
+RECENT = 5  # batches that a point of a curve averages
 
 
 class Choice(Description):
@@ -42,13 +37,10 @@ class Choice(Description):
 
     corruption: str = "snow"
     severity: Severity = 3
-    rate: float = 1.0
-    """Factor on the learning rate of every method that has one."""
-    method: Literal["tent", "eata", "sar", "deyo"] = "tent"
-    """What EM and COME are the objective of."""
+    rate: float = 1.0  # factor on the learning rate of every method that has one
+    method: Literal["tent", "eata", "sar", "deyo"] = "tent"  # what EM and COME are the objective of
     model: Literal["fashion-resnet-bn", "fashion-resnet-gn", "fashion-vit"] = "fashion-resnet-bn"
-    guard: bool = True
-    """Whether the guard undoes a collapse; otherwise it reports it."""
+    guard: bool = True  # whether the guard undoes a collapse; otherwise it reports it
 
     @model_validator(mode="after")
     def _check(self) -> Choice:
@@ -142,8 +134,7 @@ class Lane:
         return f"Batch {last + 1}: {'; '.join(words)}."
 
 
-FINE = ("healthy", "raised", "statistics")
-"""Kinds of events that are not alarms."""
+FINE = ("healthy", "raised", "statistics")  # kinds of events that are not alarms
 STATES = {**dict.fromkeys(FINE, "healthy"), "suspicious": "unusual", "collapse": "collapsed"}
 """Kinds of events in the words of the page; others are shown by their kind."""
 
@@ -153,11 +144,9 @@ class Scene:
     """What the page shows after a batch."""
 
     choice: Choice
-    number: int
-    """Batches so far."""
+    number: int  # batches so far
     total: int
-    images: Tensor
-    """(E, 3, 32, 32) uint8: the first ones of the batch, as the model saw them."""
+    images: Tensor  # (E, 3, 32, 32) uint8: the first ones of the batch, as the model saw them
     lanes: Sequence[Lane]
 
     def example(self, lane: Lane, place: int) -> tuple[str, str, float, bool]:

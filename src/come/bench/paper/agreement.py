@@ -17,8 +17,7 @@ from come.bench.report.costs import by_pair
 from come.bench.report.tables import by_seed
 from come.bench.statistics import METRICS, Judged, Verdict
 
-SUBSTANTIAL = 0.5
-"""Points from which the paper calls a difference substantial."""
+SUBSTANTIAL = 0.5  # points from which the paper calls a difference substantial
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,10 @@ class Experiment:
 
     name: str
     title: str
-    tables: tuple[str, ...] = ()
-    """The paper's tables that the run is compared with; none for a figure."""
-    methods: tuple[str, ...] = ()
-    """By default those of the first table."""
+    tables: tuple[str, ...] = ()  # the paper's tables that the run is compared with; none for a figure
+    methods: tuple[str, ...] = ()  # by default those of the first table
     objectives: tuple[str, ...] = ("em", "come")
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the plan."""
+    options: dict[str, Any] = field(default_factory=dict)  # further options of the plan
     model: str = "ViT-B/16"
 
     def plan(self, *, model: str | None = None, data: str = "fashion", full: bool = False, **options: Any) -> Plan:

@@ -9,27 +9,25 @@ methods of its table.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
+
+from pydantic import TypeAdapter
 
 from come.errors import unknown
 
-Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]
-"""Accuracy and FPR are in percent."""
+Metric = Literal["accuracy", "fpr", "memory_mb", "seconds"]  # accuracy and FPR are in percent
 
-SUBSTANTIAL = 5
-"""Tenths of a point below which the paper may print "-" for a difference."""
+SUBSTANTIAL = 5  # tenths of a point below which the paper may print "-" for a difference
 
 UNMIXED = ("standard", "lifelong", "imbalanced")
 """Settings that differ only in order and resets, which do not change the numbers of a model that is not adapted."""
 
-SUMMARIES = ("average", "worst")
-"""Domains computed from others."""
+SUMMARIES = ("average", "worst")  # domains computed from others
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,9 @@ class PaperRow:
     objective: str
     """"em" or "come"; in the ablation also "come:freeze_norm=false", Opinion(freeze_norm=False), and "em:freeze_norm=true",
     Softmax(freeze_norm=True)."""
-    values: tuple[float | None, ...]
-    """In the order of the columns; None where the paper has no number."""
-    sl: bool | None = None
-    """Ablation only: whether the mass is a subjective opinion."""
-    uc: bool | None = None
-    """Ablation only: whether the norm of the logits is held."""
+    values: tuple[float | None, ...]  # in the order of the columns; None where the paper has no number
+    sl: bool | None = None  # ablation only: whether the mass is a subjective opinion
+    uc: bool | None = None  # ablation only: whether the norm of the logits is held
 
 
 @dataclass(frozen=True)
@@ -93,16 +88,12 @@ class PaperTable:
     """
 
     name: str
-    label: str
-    """Its label in the LaTeX source."""
+    label: str  # its label in the LaTeX source
     caption: str
-    model: str
-    """"ViT-B/16" or "ResNet-50-BN"."""
+    model: str  # "ViT-B/16" or "ResNet-50-BN"
     setting: str
-    severity: int | None
-    """Of the corruption; None for clean images."""
-    outliers: float | None
-    """Share of outliers in the stream, where there are any."""
+    severity: int | None  # of the corruption; None for clean images
+    outliers: float | None  # share of outliers in the stream, where there are any
     columns: tuple[Column, ...]
     rows: tuple[PaperRow, ...]
     improve: tuple[PaperImprove, ...]
@@ -261,16 +252,5 @@ def _summaries(table: PaperTable) -> dict[tuple[object, ...], tuple[int, bool]]:
 
 @cache
 def _tables() -> dict[str, PaperTable]:
-    def numbers(values: list[float | None]) -> tuple[float | None, ...]:
-        return tuple(None if value is None else float(value) for value in values)
-
-    def table(columns: list[Any], rows: list[Any], improve: list[Any], **more: Any) -> PaperTable:
-        return PaperTable(
-            columns=tuple(Column(**column) for column in columns),
-            rows=tuple(PaperRow(**row | {"values": numbers(row["values"])}) for row in rows),
-            improve=tuple(PaperImprove(line["method"], numbers(line["values"])) for line in improve),
-            **more,
-        )
-
     text = (files("come.bench") / "paper" / "tables.json").read_text(encoding="utf-8")
-    return {raw["name"]: table(**raw) for raw in json.loads(text)}
+    return {table.name: table for table in TypeAdapter(list[PaperTable]).validate_json(text)}

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from come.bench.record import Machine, Record
 
-LOAD = 0.5
-"""Largest difference in cores that other programs kept busy, between measurements that are compared."""
+LOAD = 0.5  # largest difference in cores that other programs kept busy, between measurements that are compared
 
 
 @dataclass(frozen=True)
