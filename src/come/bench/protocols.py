@@ -180,7 +180,7 @@ class Protocol(Description):
             f"In the {plan.setting} setting ({setting.summary.partition(';')[0]}) there are {len(shifts)} corruptions of "
             f"severity {plan.severity}: {', '.join(shifts)}.",
             f"Each has all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
-            f"The metric is the accuracy, averaged over the {len(shifts)} parts with equal weights.",
+            f"The metric is the {'mIoU' if plan.task == 'segmentation' else 'accuracy'}, averaged over the {len(shifts)} parts with equal weights.",
             "There is no number for the model without adaptation yet."
             if self.no_adapt is None
             else f"The model without adaptation must reach {self.expected}.",
@@ -206,7 +206,7 @@ class Outcome(Description):
         cls, protocol: Protocol, weights_sha256: str, records: Sequence[Record], images_sha256: str | None = None
     ) -> Outcome:
         """The mean over all domains of the records of No Adapt."""
-        found = [metrics["accuracy"] for r in records for metrics in r.result.metrics.values()]
+        found = [metrics[r.cell.metric] for r in records for metrics in r.result.metrics.values()]
         keys = tuple(r.key for r in records)
         return cls(
             protocol=protocol,

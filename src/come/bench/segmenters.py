@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,7 @@ def build_segmenter(kind: str, arguments: dict[str, Any]) -> nn.Module:
         >>> net(torch.zeros(1, 3, 64, 64)).shape
         torch.Size([1, 9, 32, 32])
     """
-    return {"unet": UNet, "segformer": SegFormer}[kind](**arguments)
+    return SEGMENTERS[kind](**arguments)
 
 
 def _convolved(inside: int, outside: int, stride: int = 1) -> nn.Sequential:
@@ -106,3 +106,6 @@ class SegFormer(nn.Module):
             found.append(F.interpolate(at_level, found[0].shape[2:], mode="bilinear") if found else at_level)
         together = torch.cat(found, dim=1).permute(0, 2, 3, 1)
         return self.head(F.gelu(self.fused(self.fuse(together)))).permute(0, 3, 1, 2)
+
+
+SEGMENTERS: dict[str, Callable[..., nn.Module]] = {"unet": UNet, "segformer": SegFormer}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -63,7 +63,7 @@ def compose(photographs: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Ten
     return image.clamp(0, 255).round().to(torch.uint8), label
 
 
-def _ground(between) -> Tensor:
+def _ground(between: Callable[..., Tensor]) -> Tensor:
     """A colour, noise at four scales, and stripes, (3, 64, 64) in [0, 255]."""
     found = between(40, 200, 3, 1, 1).expand(3, SIDE, SIDE)
     for cells in (2, 8, 16, 32):
@@ -102,7 +102,7 @@ class ScenesSource(Source):
     Example:
         >>> source = ScenesSource(size=10)
         >>> found = source.load([0, 1])
-        >>> found.images.shape, found.labels.shape, source.classes[:3]
+        >>> found.images.shape, found.labels.shape, source.class_names[:3]
         (torch.Size([2, 3, 64, 64]), torch.Size([2, 64, 64]), ('ground', 'T-shirt', 'trouser'))
     """
 

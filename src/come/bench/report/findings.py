@@ -22,7 +22,9 @@ WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 def ranked(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str], Verdict]:
     """By method and objective: the gain in average accuracy over the source, the largest first; no other learning rates."""
     pairs = names_of(without_sweeps(records))
-    found = {pair: v for pair in pairs if (v := judged.gains.get((*pair, AVERAGE, "accuracy"))) and not v.reason}
+    found = {
+        pair: v for pair in pairs if (v := judged.gains.get((*pair, AVERAGE, records[0].cell.metric))) and not v.reason
+    }
     return dict(sorted(found.items(), key=lambda item: -item[1].gain))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unit_of_time, unlike
 from come.bench.report.reading import BINS, COVERAGES, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
-from come.bench.report.tables import AVERAGE_ACCURACY, average_accuracy, cut, entries, objectives_of, short, sweeps
+from come.bench.report.tables import average_accuracy, cut, entries, objectives_of, short, sweeps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -285,7 +285,7 @@ def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
 def _costs(records: Sequence[Record]) -> dict[tuple[str, str], tuple[Cost, float]]:
     """Cost and average accuracy of what ran on all domains."""
     found = {
-        pair: (cost(group), entries(records, *pair, [AVERAGE_ACCURACY])[0]) for pair, group in by_pair(records).items()
+        pair: (cost(group), average_accuracy(records, pair[:1], pair[1])[0]) for pair, group in by_pair(records).items()
     }
     return {pair: (one, accuracy.mean) for pair, (one, accuracy) in found.items() if accuracy is not None}
 
