@@ -27,15 +27,15 @@ class Step(NamedTuple):
     """The result of one adaptation step; all tensors are detached."""
 
     logits: Tensor
-    """(B, K): the prediction."""
+    """(B, K), or (B, K, *P) with positions, such as the pixels (H, W) of an image: the prediction."""
     loss: Tensor | None = None
-    """(B,): the objective of each sample; None if the method has none."""
+    """(B, *P): the objective of each sample, at each position; None if the method has none."""
     used: Tensor | None = None
-    """(B,) bool: the samples that drove the update; None if the method never updates."""
+    """(B, *P) bool: the samples, or positions, that drove the update; None if the method never updates."""
     valid: Tensor | None = None
     """(B,) bool: the samples with an answer; None without a guard. All logits of the others are -1e4: least certain."""
     abstain: Tensor | None = None
-    """(B,) bool: the answers not to rely on; None before `Adapter.calibrate`."""
+    """(B, *P) bool: the answers not to rely on; None before `Adapter.calibrate`."""
 
 
 class Frozen(NamedTuple):
@@ -73,7 +73,7 @@ class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
 
 
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
-    """Mean of `values` (B, ...) over the samples in `used` (B,); 0, with a zero gradient, if there are none.
+    """Mean of `values` (N, ...) over the rows in `used` (N,); 0, with a zero gradient, if there are none.
 
     Example:
         >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
@@ -145,6 +145,8 @@ class Method(ABC):
     """Why a step synchronizes with the device, if it does; such a step cannot be one CUDA graph."""
     by_stream: ClassVar[tuple[str, ...]] = ()
     """Arguments besides lr that may differ between the streams of a `come.Fleet`: they are then 0-d tensors in `adapt`."""
+    vectors_only: ClassVar[str] = ""
+    """Why it takes logits (B, K) only, without positions, if so."""
     undivided: ClassVar[str] = ""
     """Why its batches cannot be divided over ranks, if so."""
     unexported: ClassVar[str] = ""
@@ -182,10 +184,14 @@ class Method(ABC):
 
     @abstractmethod
     def adapt(self, ctx: Context, x: Inputs) -> Step:
-        """Predict the batch `x` and adapt to it, once. Gradients are on."""
+        """Predict the batch `x` and adapt to it, once. Gradients are on.
+
+        `ctx.forward` gives a row of logits for each sample, or for each position of a sample (a pixel), and what is returned
+        has as many rows; the user gets them in the shape of the model's logits.
+        """
 
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
-        """Logits (B, K) of the batch without adapting to it. Gradients are off."""
+        """Logits (N, K) of the batch without adapting to it. Gradients are off."""
         return ctx.forward(x)
 
     def frozen(self, ctx: Context) -> Frozen:

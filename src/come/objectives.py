@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require, shown, unknown
 from come.model.inputs import at_least_float32
+from come.model.positions import by_rows
 from come.registry import Registry, parse
 
 Evidence = Literal["exp", "exp-1", "relu", "softplus"]
@@ -89,7 +90,7 @@ class Objective(ABC):
             >>> Softmax().entropy(torch.zeros(2, 4))
             tensor([1.3863, 1.3863])
         """
-        return _entropy(self.log_mass(logits))
+        return by_rows(lambda z: _entropy(self.log_mass(z)), logits)
 
     def consistency(self, student: Tensor, teacher: Tensor, *, symmetric: bool = False) -> Tensor:
         r"""Cross-entropy between two masses in nats, :math:`C = -\sum_j e^{m^t_j} m^s_j`; the entropy when the two agree.
@@ -104,9 +105,13 @@ class Objective(ABC):
             >>> bool(torch.isclose(Softmax().consistency(z, z), Softmax().entropy(z)))
             True
         """
-        s, t = self.log_mass(student), self.log_mass(teacher)
-        forward = -(t.exp() * s).sum(dim=-1)
-        return 0.5 * forward - 0.5 * (s.exp() * t).sum(dim=-1) if symmetric else forward
+
+        def of_rows(student: Tensor, teacher: Tensor) -> Tensor:
+            s, t = self.log_mass(student), self.log_mass(teacher)
+            forward = -(t.exp() * s).sum(dim=-1)
+            return 0.5 * forward - 0.5 * (s.exp() * t).sum(dim=-1) if symmetric else forward
+
+        return by_rows(of_rows, student, teacher)
 
     def marginal_entropy(self, logits: Tensor, dim: int = 0) -> Tensor:
         r"""Entropy of the mass averaged over views, :math:`H(\frac{1}{V} \sum_v e^{m^v})`.
@@ -132,7 +137,7 @@ class Objective(ABC):
             >>> Opinion().confidence(torch.zeros(1, 4))  # half of the mass is "I do not know"
             tensor([0.1250])
         """
-        return self.log_mass(logits)[..., : logits.shape[-1]].amax(dim=-1).exp()
+        return by_rows(lambda z: self.log_mass(z)[..., : z.shape[-1]].amax(dim=-1).exp(), logits)
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """Mass on "I do not know", :math:`u = e^{m_{K+1}}` in [0, 1], of logits (..., K) to (...,); 1 - confidence where M = K.
@@ -141,10 +146,12 @@ class Objective(ABC):
             >>> Opinion().uncertainty(torch.tensor([[5.0, 0.0], [-5.0, -5.0]]))
             tensor([0.0132, 0.9933])
         """
-        m = self.log_mass(logits)
-        if m.shape[-1] > logits.shape[-1]:
-            return m[..., -1].exp()
-        return 1 - m.amax(dim=-1).exp()
+
+        def of_rows(z: Tensor) -> Tensor:
+            m = self.log_mass(z)
+            return m[..., -1].exp() if m.shape[-1] > z.shape[-1] else 1 - m.amax(dim=-1).exp()
+
+        return by_rows(of_rows, logits)
 
 
 def _normalized(z: Tensor) -> Tensor:

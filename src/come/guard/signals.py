@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from come.model.inputs import answered, at_least_float32
+from come.model.positions import by_position, everywhere, parts
 from come.objectives import Objective
 from come.state.trees import replace
 
@@ -25,41 +26,60 @@ FIRST = 3  # windows that give the middle of a band: the weights have hardly mov
 
 
 def observe(
-    objective: Objective, logits: Tensor, valid: Tensor, ok: Tensor, weights: Tensor, source: Tensor, closely: bool
+    objective: Objective,
+    logits: Tensor,
+    samples: Tensor,
+    valid: Tensor,
+    positions: tuple[int, ...],
+    ok: Tensor,
+    weights: Tensor,
+    source: Tensor,
+    closely: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Which samples have a usable answer (B,), whether the update may be kept (0-d), and what is reported, (10,) float64:
     this flag, how many samples are invalid and how many unanswered, whether the logits are probabilities, the six signals.
 
-    From logits (B, K), the `valid` samples (B,), whether the update was finite (`ok`), and adapted and source weights (P,);
-    `closely`: test whether the logits are probabilities.
+    From logits (N, K), the valid `samples` (B,) and the rows that count (`valid`, (N,)), the positions of a sample's rows,
+    whether the update was finite (`ok`), and adapted and source weights (P,); `closely`: test whether the logits are
+    probabilities. A sample is answered if all of its positions are.
     """
-    usable = valid & answered(logits)
-    counts = torch.stack([~valid, valid & ~usable]).sum(dim=1)
+    usable = samples & everywhere(answered(logits), positions)
+    counts = torch.stack([~samples, samples & ~usable]).sum(dim=1)
     ok = ok & (counts[1] == 0)  # not the method's fault, but nothing may be learned from it
-    z, chances = at_least_float32(logits), counts.new_zeros(1)
+    chances = counts.new_zeros(1)
     if closely:
-        chances = ((z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all())[None]
-    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, logits, usable, weights, source)])
+        chances = torch.stack([_probabilities(at_least_float32(logits[cut])) for cut in parts(logits)]).all()[None]
+    rows = valid & by_position(usable, positions) if positions else usable
+    return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, logits, rows, weights, source)])
+
+
+def _probabilities(z: Tensor) -> Tensor:
+    return (z >= 0).all() & ((z.sum(dim=1) - 1).abs() < 1e-3).all()
 
 
 def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
-    """The six signals of a batch, (6,) float64, on the device: means over the `usable` samples; arguments as in `observe`."""
-    z = at_least_float32(logits)
+    """The six signals of a batch, (6,) float64, on the device: means over the `usable` rows; arguments as in `observe`."""
     count = usable.sum().clamp_min(1)
+    found = [_sums(objective, at_least_float32(logits[cut]), usable[cut]) for cut in parts(logits)]
+    means, sure = found[0] if len(found) == 1 else map(sum, zip(*found, strict=True))
+    most = votes(logits, usable).max() / count
+    distance = torch.linalg.vector_norm(weights - source)
+    return torch.cat([most[None], (means / count).double(), torch.stack([distance, sure / count]).double()])
+
+
+def _sums(objective: Objective, z: Tensor, usable: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the `usable` rows of entropy, uncertainty and norm, (3,), and of the largest probability."""
     mass = objective.log_mass(z)  # once for entropy and u
     chances = mass.exp()
     entropy = -(chances * mass).sum(dim=1)
     doubt = chances[:, -1] if mass.shape[1] > z.shape[1] else 1 - chances.amax(dim=1)
     size = torch.linalg.vector_norm(z.masked_fill(z.isneginf(), 0), dim=1)
-    means = torch.where(usable, torch.stack([entropy, doubt, size.to(entropy)]), 0).sum(dim=1) / count
-    most = votes(z, usable).max() / count
-    distance = torch.linalg.vector_norm(weights - source)
-    sure = torch.where(usable, z.softmax(dim=1).amax(dim=1), 0).sum() / count
-    return torch.cat([most[None], means.double(), torch.stack([distance, sure]).double()])
+    sums = torch.where(usable, torch.stack([entropy, doubt, size.to(entropy)]), 0).sum(dim=1)
+    return sums, torch.where(usable, z.softmax(dim=1).amax(dim=1), 0).sum()
 
 
 def votes(logits: Tensor, usable: Tensor) -> Tensor:
-    """How many of the `usable` samples (B,) are predicted as each class, (B, K) -> (K,) float64."""
+    """How many of the `usable` rows (N,) are predicted as each class, (N, K) -> (K,) float64."""
     counts = usable.double()
     return counts.new_zeros(logits.shape[1]).scatter_add(0, logits.argmax(dim=1), counts)
 

@@ -29,10 +29,17 @@ with the probability :math:`a` that two samples of a batch get the same predicti
 under the source's: few classes must gain more, and a source that predicts one class for everything may be confident of it. The
 statistics change where the advantage, times n/(n + 64) for n samples, is above 0.01 or below -0.01. Adapted weights play no
 part, since minimizing an entropy makes any answer more confident.
+
+**Positions.** Where the answer to a sample has several positions (the pixels of an image), n counts samples: the positions of a
+batch count alike and together as many as it has samples, because those of one image say much the same. One class may cover most
+of every image, so nothing is compared with equal shares: the spread is relative to the source's as always, a is the probability
+that two positions of a batch get the same prediction, and only what exceeds the source's own :math:`a_0` must gain more:
+:math:`\max(0, a - \max(1/8, 1.25/K, a_0))`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,6 +47,7 @@ from torch import Tensor
 
 from come.guard.signals import votes
 from come.model.inputs import answered, at_least_float32
+from come.model.positions import anywhere, parts
 
 LIMIT = 0.5  # agreement below which a model has collapsed
 CLOSE, SEVERAL = 0.95, 32  # agreement below which it has if it also predicts fewer classes; on at least so many samples
@@ -71,27 +79,44 @@ def compare(
     batch: Tensor | None = None,
     running: Tensor | None = None,
     *,
+    positions: tuple[int, ...] = (),
     corrected: bool = False,
 ) -> Tensor:
-    """Sums over the `usable` samples (B,) of a batch, (2K + 8,) float64, on the device; sums of several batches are added.
+    """Sums over the `usable` rows (N,) of a batch, (2K + 8,) float64, on the device; sums of several batches are added.
 
     Args:
-        adapted: logits (B, K) of the adapted model.
+        adapted: logits (N, K) of the adapted model.
         source: those of the source weights under the same statistics.
         batch: those under batch statistics, where the guard chooses statistics; `running`: under the source's.
+        positions: of the rows of one sample; together they count as one sample.
         corrected: the method corrects predictions by the classes of the batch: predicting fewer is no sign of collapse.
     """
     usable = usable & answered(source)
     given, own = _believed(source, adapted, usable), _believed(source, source, usable)
-    mine = votes(source if corrected else adapted, usable)
-    found = [mine, votes(source, usable), torch.stack([given, own, usable.sum().double()])]
+    mine, theirs, count = votes(source if corrected else adapted, usable), votes(source, usable), usable.sum().double()
+    each = _each(usable, positions)
+    if each is not None:
+        mine, theirs, given, own, count = (value * each for value in (mine, theirs, given, own, count))
+    found = [mine, theirs, torch.stack([given, own, count])]
     if batch is None or running is None:
         return torch.cat([*found, given.new_zeros(CHOICE)])
     both = usable & answered(batch) & answered(running)
     count, named = both.sum().double(), torch.stack([votes(batch, both), votes(running, both)])
     gain = _believed(batch, batch, both) - _believed(running, running, both)
-    alike = (named * (named - 1)).sum(dim=1)
-    return torch.cat([*found, torch.stack([gain, count, count * (count - 1)]), alike])
+    each = _each(both, positions)
+    if each is None:
+        pairs, alike = count * (count - 1), (named * (named - 1)).sum(dim=1)
+    else:  # pairs of positions, in units of pairs of samples
+        gain, count, named = gain * each, count * each, named * each
+        pairs, alike = count.square(), named.square().sum(dim=1)
+    return torch.cat([*found, torch.stack([gain, count, pairs]), alike])
+
+
+def _each(usable: Tensor, positions: tuple[int, ...]) -> Tensor | None:
+    """What one of the rows (N,) counts, 0-d float64, in samples; None if each is a sample."""
+    if math.prod(positions) == 1:
+        return None
+    return anywhere(usable, positions).sum().double() / usable.sum().clamp_min(1)
 
 
 def renewed(sums: Tensor) -> Tensor:
@@ -107,18 +132,23 @@ def renewed(sums: Tensor) -> Tensor:
 def _believed(judge: Tensor, labels_of: Tensor, usable: Tensor) -> Tensor:
     """Sum of the first logits' probabilities of the second's predictions; non-finite answers count as zero."""
     counts = usable & answered(judge) & answered(labels_of)
-    q = at_least_float32(judge.nan_to_num(0)).softmax(dim=1).gather(1, labels_of.argmax(dim=1, keepdim=True))
-    return torch.where(counts, q.squeeze(1), 0).double().sum()
+    labels = labels_of.argmax(dim=1, keepdim=True)
+    found = []
+    for cut in parts(judge):
+        q = at_least_float32(judge[cut].nan_to_num(0)).softmax(dim=1).gather(1, labels[cut])
+        found.append(torch.where(counts[cut], q.squeeze(1), 0).double().sum())
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
-def judged(sums: Tensor) -> Tensor:
-    """The fields of a `Verdict`, (6,) float64, on the device."""
+def judged(sums: Tensor, dense: bool = False) -> Tensor:
+    """The fields of a `Verdict`, (6,) float64, on the device; `dense`: the samples have several positions."""
     (given, own, count), (gain, seen, pairs, *alike) = sums[-CHOICE - 3 : -CHOICE], sums[-CHOICE:]
     named = sums[: -CHOICE - 3].chunk(2)
     mine, theirs = (torch.special.entr(v / v.sum().clamp_min(1)).sum() for v in named)
     batch, source = (value / pairs.clamp_min(1) for value in alike)
     trust, gain = seen / (seen + DOUBTED), gain / seen.clamp_min(1)
-    price = (batch - max(ALIKE, MORE / len(named[0]))).clamp_min(0)
+    usual = max(ALIKE, MORE / len(named[0]))
+    price = (batch - (source.clamp_min(usual) if dense else usual)).clamp_min(0)
     advantage = torch.where(pairs > 0, trust * (gain - price + CREDIT * (source - batch).clamp_min(0)), -1)
     agreement, confidence = given / own.clamp_min(1e-12), own / count.clamp_min(1)
     return torch.stack([agreement, confidence, torch.exp(mine - theirs), count, gain, advantage])

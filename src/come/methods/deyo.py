@@ -57,6 +57,7 @@ class DeYO(Method):
     """
 
     name = "deyo"
+    vectors_only = "it shuffles the patches of an image, and so the positions that it would compare"
     by_stream = ("limit", "margin", "drop")
     needs = "images"
     cost = "2f 1b"

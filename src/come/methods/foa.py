@@ -78,6 +78,7 @@ class FOA(Method):
     """
 
     name = "foa"
+    vectors_only = "its statistics are of the class token"
     unexported = "it adapts prompts and a shift of the features, not weights of the model"
     needs = "source, a ViT"
     waits = "CMA-ES runs on the CPU"

@@ -53,6 +53,7 @@ class LAME(Method):
     """
 
     name = "lame"
+    vectors_only = "it compares the features of whole samples"
     unexported = "its answers are an agreement between the samples of a batch; it leaves the model as it is"
     needs = "features"
     cost = "1f"

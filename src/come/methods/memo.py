@@ -59,6 +59,7 @@ class MEMO(Method):
     """
 
     name = "memo"
+    vectors_only = "its views move the positions that it would compare"
     unexported = "it returns to the source model after each image; it leaves the model as it is"
     needs = "images"
     cost = "33f 32b"

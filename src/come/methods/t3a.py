@@ -53,6 +53,7 @@ class T3A(Method):
     """
 
     name = "t3a"
+    vectors_only = "its prototypes are of whole samples"
     needs = "features"
     cost = "1f"
     descends = False

@@ -62,6 +62,7 @@ class TEA(Method):
     """
 
     name = "tea"
+    vectors_only = "its energy is of whole images"
     needs = "images"
     cost = "23f 21b"
     minimizes = False

@@ -53,6 +53,7 @@ class ZeroSiam(Method):
     """
 
     name = "zerosiam"
+    vectors_only = "its predictor acts on one feature vector per sample"
     needs = "features"
     paper_lr = (5e-3, 1.25e-3)
     predictor: float = 1.0

@@ -30,7 +30,7 @@ from come.model.batchnorm import (
     unit_statistics,
 )
 from come.model.copies import OUT_OF_REACH, Function, Mode, ModelCopies, ModelCopy, Place, UncopiedError, fused
-from come.model.inputs import Arguments, Inputs, Key, checked, expected_dims
+from come.model.inputs import Arguments, Inputs, Key, checked, expected_dims, logits_of
 from come.model.parameters import AdaptedParameters, Slot, buffers_of
 from come.select import BATCH_NORMS, Selector, is_norm
 from come.streams.norms import Block
@@ -63,6 +63,7 @@ class FunctionalModel(AdaptedParameters):
         descends: whether there must be any.
         mode: how the model is run.
         per_sample: its arguments with one entry per sample, see `come.model.inputs.Arguments`.
+        class_dim: the dimension of its logits that holds the classes.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class FunctionalModel(AdaptedParameters):
         descends: bool,
         mode: Mode | None = None,
         per_sample: Collection[Key] | None = None,
+        class_dim: int = 1,
     ) -> None:
+        self.class_dim = class_dim
         self.mode, self._arguments = mode or Mode(), Arguments(model, per_sample)
         super().__init__(model, select, method, descends)
         self.plain = self.mode.plain
@@ -146,6 +149,18 @@ class FunctionalModel(AdaptedParameters):
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, empty: bool = False) -> Inputs:
         """The arguments of a call as a batch, checked; `empty`: whether it may hold no sample."""
         return checked(self._arguments.of(args, kwargs or {}), empty)
+
+    def logits(self, out: Any, batch: int) -> Tensor:
+        """The logits (B, K, *P) in what the model returned for a batch of that size, checked."""
+        logits = logits_of(out, batch, self.class_dim)
+        if logits.ndim == 3 and self.class_dim == 1:
+            classes = getattr(getattr(self.model, "config", None), "num_labels", None)
+            if isinstance(classes, int) and logits.shape[2] == classes != logits.shape[1]:
+                raise InputError(
+                    f"logits of shape {tuple(logits.shape)} have the {classes} classes of this model last; say so: "
+                    "come.adapt(model, ..., class_dim=-1)"
+                )
+        return logits
 
     def borrow(self, call: Callable[[], T]) -> T:
         """Call something that runs the model: with gradients on, in evaluation mode; the model is restored afterwards."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from come.errors import InputError, require, unknown
+from come.errors import InputError, require, shown, unknown
 from come.state.trees import leaves
 
 Input = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -18,6 +18,8 @@ Key = int | str
 """An argument of a call: its position, or its name."""
 UNKNOWN = -1e4
 """All logits of a sample without an answer: no class is preferred, and none has evidence."""
+IGNORE = "come.ignore"
+"""Where `Inputs.kwargs` holds the mask of positions that drive nothing."""
 TOKENS = frozenset({"input_ids", "input_values", "input_features", "attention_mask", "token_type_ids"})
 """What tokenizers and feature extractors of transformers return: each has one entry per sample."""
 
@@ -54,6 +56,18 @@ class Inputs(NamedTuple):
     def values(self) -> list[Any]:
         """All arguments, positional ones first."""
         return [*self.args, *self.kwargs.values()]
+
+    @property
+    def ignore(self) -> Tensor | None:
+        """(B, *P) bool: the positions of the answer that drive nothing, see `Adapter.step`."""
+        return self.kwargs.get(IGNORE)
+
+    def for_model(self) -> Inputs:
+        """Without what the model does not get."""
+        if IGNORE not in self.kwargs:
+            return self
+        kwargs = {name: value for name, value in self.kwargs.items() if name != IGNORE}
+        return Inputs(self.args, kwargs, self.samples - {IGNORE})
 
     def map(self, change: Callable[[Any], Any]) -> Inputs:
         """Apply `change` to every argument."""
@@ -121,7 +135,7 @@ class Arguments:
         places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._names = [p.name for p in parameters if p.kind in places]
         self._said = None if per_sample is None else frozenset(map(self._key, _keys(per_sample)))
-        known = {p.name for p in parameters}
+        known = self._known = {p.name for p in parameters}
         if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters):
             for name in self._said or ():
                 if isinstance(name, str) and name not in known:
@@ -130,9 +144,10 @@ class Arguments:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Read a call; a single mapping holds keyword arguments, a single tuple or list positional ones."""
+        args, kwargs, ignore = self._ignored(args, kwargs)
         only = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(only, Mapping):
-            args, kwargs = (), dict(only)
+            args, kwargs, ignore = self._ignored((), dict(only), ignore)
         elif isinstance(only, (tuple, list)):
             args = tuple(only)
         x = Inputs(args, kwargs)
@@ -151,6 +166,10 @@ class Arguments:
                 "sample there"
             )
         x = Inputs(args, kwargs, samples)
+        if ignore is not None:
+            if not (isinstance(ignore, Tensor) and ignore.dtype == torch.bool):
+                raise InputError(f"ignore must be a bool tensor (B, *positions), got {shown(ignore)}")
+            x, names = Inputs(args, kwargs | {IGNORE: ignore}, samples | {IGNORE}), names | {IGNORE: "ignore"}
         for key, value in x.items():
             if key in samples and not isinstance(value, Tensor):
                 raise InputError(f"{_listed([names[key]])} must be a tensor (B, ...), got a {type(value).__name__}")
@@ -160,6 +179,15 @@ class Arguments:
                 f"arguments with one entry per sample must have the same length, got {lengths}; name only those in per_sample"
             )
         return x
+
+    def _ignored(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ignore: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments of the model, and `ignore`, unless the model has an argument of that name."""
+        if "ignore" in kwargs and "ignore" not in self._known:
+            kwargs = dict(kwargs)
+            ignore = kwargs.pop("ignore")
+        return args, kwargs, ignore
 
     def _key(self, key: Key) -> Key:
         """The name of an argument given by name or position; its position if the model does not name it."""
@@ -193,7 +221,7 @@ def checked(x: Inputs, empty: bool = False) -> Inputs:
             raise InputError(f"the input has layout {value.layout}; pass a dense tensor: x.to_dense()")
         if isinstance(value, Tensor) and value.is_meta:
             raise InputError("the input is on the meta device and has no values; pass a tensor with data")
-    if len(x.args) == 1 and not x.kwargs:
+    if len(x.args) == 1 and not x.for_model().kwargs:
         (only,) = x.args
         if not isinstance(only, Tensor):
             raise InputError(f"the input is a {type(only).__name__}; pass a tensor, or a tuple or mapping of tensors")
@@ -229,23 +257,31 @@ def answered(logits: Tensor) -> Tensor:
     return (most - most) == 0  # finite, in fewer operations
 
 
-def logits_of(out: Any, batch: int) -> Tensor:
-    """The logits (B, K) in what a model returned, checked."""
-    if isinstance(out, Mapping) and "logits" in out:
-        logits = out["logits"]
+def logits_of(out: Any, batch: int, class_dim: int = 1) -> Tensor:
+    """The logits (B, K, *P) in what a model returned, checked; `class_dim` is where the model has the classes.
+
+    >>> logits_of({"out": torch.zeros(1, 21, 8, 8)}, 1).shape, logits_of(torch.zeros(1, 8, 21), 1, class_dim=-1).shape
+    (torch.Size([1, 21, 8, 8]), torch.Size([1, 21, 8]))
+    """
+    if isinstance(out, Mapping):
+        logits = out.get("logits", out.get("out"))
     else:
         logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if not isinstance(logits, Tensor):
         raise InputError(
-            f"the model must return a tensor (B, K) or an object with `logits`, got {type(out).__name__}; wrap the model "
-            "in a module that returns logits"
+            f"the model must return a tensor (B, K) or (B, K, ...), or an object with `logits` or `out`, got "
+            f"{type(out).__name__}; wrap the model in a module that returns logits"
         )
-    if logits.ndim != 2 or logits.shape[0] != batch or logits.shape[1] < 2 or not logits.is_floating_point():
+    known = logits.ndim > 1 and -logits.ndim <= class_dim < logits.ndim and class_dim % logits.ndim
+    if not known or logits.shape[0] != batch or not logits.is_floating_point() or logits.shape[class_dim] < 2:
+        where = "" if class_dim == 1 else f" in dimension {class_dim} (class_dim)"
         raise InputError(
-            f"the model must return floating-point logits of shape ({batch}, K) with K >= 2 for a batch of {batch}, got "
-            f"{logits.dtype} of shape {tuple(logits.shape)}"
+            f"the model must return floating-point logits of shape ({batch}, K) or ({batch}, K, ...) with K >= 2{where} for a "
+            f"batch of {batch}, got {logits.dtype} of shape {tuple(logits.shape)}"
         )
-    return logits
+    if not logits.numel():
+        raise InputError(f"the logits of the model have no position, got shape {tuple(logits.shape)}")
+    return logits if class_dim == 1 else logits.movedim(class_dim, 1)
 
 
 def expected_dims(model: nn.Module) -> int | None:

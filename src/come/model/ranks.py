@@ -31,7 +31,7 @@ from torch import distributed as dist
 from come.errors import ComeError, ConfigError, InputError, RankError, StateError, shown
 from come.model.batchnorm import Estimate, Layer, Statistics
 from come.model.heads import Head
-from come.model.inputs import Inputs, at_least_float32, logits_of
+from come.model.inputs import Inputs, at_least_float32
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -228,13 +228,13 @@ class Ranks:
             model.part = part
             try:
                 some = x.take(part.rows)
-                return logits_of(model.call(some, weights, statistics, hooks), some.size), part.counts
+                return model.logits(model.call(some, weights, statistics, hooks), some.size), part.counts
             except NotDivided:  # on every rank: it is the same code
                 pass
             finally:
                 model.part = None
         whole = [x.size] + [0] * (self.size - 1)
-        return logits_of(model.call(x, weights, statistics, hooks), x.size), whole
+        return model.logits(model.call(x, weights, statistics, hooks), x.size), whole
 
     def _of_all(self, values: Tensor, counts: list[int]) -> Tensor:
         found: Tensor = _Gathered.apply(values[: counts[self.rank]], self, counts)

@@ -6,6 +6,7 @@ whether they are kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -13,11 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from come.errors import ModelError
+from come.errors import ConfigError, InputError, ModelError
 from come.model.batchnorm import BatchStatistics, Layer, Statistics
 from come.model.functional import FunctionalModel
 from come.model.heads import Head
-from come.model.inputs import Inputs, logits_of
+from come.model.inputs import Inputs
+from come.model.positions import anywhere, by_position, rows_of
 from come.optim import Moments, Rule, adam, sgd
 
 Written = tuple[Tensor, Tensor, Tensor]
@@ -56,6 +58,8 @@ class Context:
         guarded: bool = False,
         few: bool = False,
         written: list[Written] | None = None,
+        ignore: Tensor | None = None,
+        refuses: str = "",
     ) -> None:
         self.model, self.rule, self.guarded = model, rule, guarded
         self.source = source
@@ -73,7 +77,12 @@ class Context:
         self.lr = lr
         """0-d: the learning rate of this step."""
         self.valid = valid
-        """(B,) bool: which samples may drive an update."""
+        """(N,) bool: which rows of the logits may drive an update; of the samples before the first `forward` of the step."""
+        self.samples = valid
+        """(B,) bool: which samples may."""
+        self.positions: tuple[int, ...] | None = None
+        """The axes of the logits behind the classes, such as (H, W); () of a classifier, None before the first `forward`."""
+        self._ignore, self._refuses = ignore, refuses
         self._count = count
         self.generator = generator
         """Random numbers, seeded for this step: runs repeat, and a resumed stream draws the same."""
@@ -126,7 +135,7 @@ class Context:
         size: int | None = None,
         sparing: bool = False,
     ) -> Tensor:
-        """Logits (B, K) of the model on `x`, checked.
+        """Logits (N, K) of the model on `x`, checked: a row for each sample, and for each of its positions if it has any.
 
         Args:
             x: the batch.
@@ -136,13 +145,48 @@ class Context:
             size: how many rows the model returns, if not one for each sample.
             sparing: without a gradient if few samples will need one, see `again`.
         """
-        rule = self.statistics if statistics == "own" else statistics
         with torch.no_grad() if sparing and self.few and self.separate else nullcontext():
-            weights = self.weights if weights is None else weights
-            if self.model.ranks is not None:
-                return self.model.ranks.forward(self.model, x, weights, rule, hooks)
-            out = self.model.call(x, weights, rule, hooks)
-        return logits_of(out, x.size if size is None else size)
+            logits = self.maps(x, weights, statistics=statistics, hooks=hooks, size=size)
+        if self.positions != logits.shape[2:]:
+            self._locate(tuple(logits.shape))
+        return rows_of(logits)
+
+    def maps(
+        self,
+        x: Inputs,
+        weights: Tensor | None = None,
+        *,
+        statistics: Statistics | Literal["own"] = "own",
+        hooks: Sequence[Callable[[], Any]] = (),
+        size: int | None = None,
+    ) -> Tensor:
+        """What `forward` returns, as the model shapes it: logits (B, K, *P) of any positions."""
+        rule = self.statistics if statistics == "own" else statistics
+        weights = self.weights if weights is None else weights
+        if self.model.ranks is not None:
+            return self.model.ranks.forward(self.model, x, weights, rule, hooks)
+        return self.model.logits(self.model.call(x, weights, rule, hooks), x.size if size is None else size)
+
+    def _locate(self, shape: tuple[int, ...]) -> None:
+        """Take in what the first logits (B, K, *P) of the step show: where the positions are, and which drive nothing."""
+        positions = shape[2:]
+        if positions and self._refuses:
+            raise ConfigError(f"{self._refuses}, got logits of shape {shape}")
+        if self.positions is not None:
+            raise InputError(f"logits of one step must have the same positions, got {self.positions} and {positions}")
+        self.positions, self.valid = positions, by_position(self.samples, positions)
+        if self._ignore is not None:
+            if tuple(self._ignore.shape[1:]) != positions:
+                raise InputError(
+                    f"ignore must have the shape of the answer without its classes, (B, *{positions}), got "
+                    f"{tuple(self._ignore.shape)}; a mask of the image must be brought to the size of the logits"
+                )
+            self.valid = self.valid & ~self._ignore.reshape(-1).to(self.valid.device)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the logits have several positions, which are no samples of their own: classes come as images have them."""
+        return self.positions is not None and math.prod(self.positions) > 1
 
     @property
     def separate(self) -> bool:
@@ -153,22 +197,25 @@ class Context:
         return self.share is None and self._count is not None and not self.model.compiled
 
     def forward_where(self, x: Inputs, mask: Tensor, weights: Tensor | None = None, **how: Any) -> Tensor:
-        """Logits (B, K) that are right where the mask (B,) is true; elsewhere they may be zeros, to save work."""
+        """Logits (N, K) that are right where the mask (N,) is true; elsewhere they may be zeros, to save work."""
         if not self.separate:
             return self.forward(x, weights, **how)
-        rows = mask.nonzero()[:, 0]
-        if len(rows) == len(mask):
+        rows = anywhere(mask, self.positions or ()).nonzero()[:, 0]
+        if len(rows) == x.size:
             return self.forward(x, weights, **how)
         if not len(rows):
             rows = torch.zeros(1, dtype=torch.int64, device=mask.device)  # so that there is a gradient, of zero
         part = self.forward(x.take(rows), weights, **how)
+        if self.positions:
+            each = torch.arange(len(mask), device=mask.device).view(x.size, -1)
+            rows = each[rows].flatten()
         return part.new_zeros(len(mask), part.shape[1]).index_copy(0, rows, part)
 
     def again(self, x: Inputs, used: Tensor, logits: Tensor) -> Tensor | None:
-        """Logits with a gradient where `used` (B,) is true, if `forward(x, sparing=True)` gave `logits` without one."""
+        """Logits with a gradient where `used` (N,) is true, if `forward(x, sparing=True)` gave `logits` without one."""
         if not self.separate:
             return None
-        self.selected = int(used.sum()) / len(used)
+        self.selected = int(anywhere(used, self.positions or ()).sum()) / x.size
         return None if logits.requires_grad else self.forward_where(x, used)
 
     def features(self, x: Inputs, **how: Any) -> tuple[Tensor, Tensor]:
@@ -189,6 +236,7 @@ class Context:
         if "classes" not in self.fixed:
             with torch.no_grad():
                 self.fixed["classes"] = self.forward(x, statistics=None).shape[1]
+            self.fixed["dense"] = self.dense
         found: int = self.fixed["classes"]
         return found
 

@@ -23,6 +23,7 @@ from come.method import Method, Step
 from come.model.batchnorm import BatchStatistics, StatisticsRule
 from come.model.functional import FunctionalModel
 from come.model.inputs import UNKNOWN, Inputs, answered
+from come.model.positions import by_position, by_sample, everywhere
 from come.optim import Moments, Rule
 from come.seeds import derived_seed
 from come.step.context import Context, Written, chosen
@@ -83,8 +84,7 @@ class Transition:
             )
             ctx.keep_where(keep)
             state = chosen(keep, ctx.state, given.state or {})
-        detached = Step(*(None if value is None else value.detach() for value in out))  # type: ignore[arg-type]
-        return StepOutput(weights, moments, state, detached, history, sums, signals, ctx.selected)
+        return StepOutput(weights, moments, state, self._folded(ctx, out), history, sums, signals, ctx.selected)
 
     @torch.no_grad()
     def answer(self, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> Step:
@@ -93,19 +93,21 @@ class Transition:
         self._remembering(given, ctx, x)
         logits = ctx.forward(x, self.source, statistics=None) if flags.resting else self.method.predict(ctx, x)
         if self.guard is None:
-            return Step(logits)
-        valid = ctx.valid & answered(logits)
-        return Step(cleaned(logits, valid, None, None, ctx.ok)[0], valid=valid)
+            return self._folded(ctx, Step(logits))
+        positions = ctx.positions or ()
+        valid = ctx.samples & everywhere(answered(logits), positions)
+        return self._folded(ctx, Step(self._cleaned(logits, valid, positions, None, None, ctx.ok)[0], valid=valid))
 
     def _judged(self, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> tuple[Context, Inputs, Tensor | None]:
         """What every call of a method begins with: the context, the batch without invalid samples, and the new history."""
-        history = given.history
+        history, ignore = given.history, x.ignore
+        x = x.for_model()
         if self.guard is not None and history is not None:
             x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input, self.model.may_branch)
             valid = valid.to(self.model.device)
         else:
             valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
-        return self.context(flags, given, valid, run), x, history
+        return self.context(flags, given, valid, run, ignore), x, history
 
     def _remembering(self, given: StepInput, ctx: Context, x: Inputs) -> StepInput:
         """With a memory, also in the context; the first batch makes one."""
@@ -114,8 +116,10 @@ class Transition:
             ctx.state = dict(given.state or {})
         return given
 
-    def context(self, flags: StepFlags, given: StepInput, valid: Tensor, run: Run) -> Context:
-        """What the method works with."""
+    def context(
+        self, flags: StepFlags, given: StepInput, valid: Tensor, run: Run, ignore: Tensor | None = None
+    ) -> Context:
+        """What the method works with; `valid` are the samples, `ignore` the positions that drive nothing."""
         return Context(
             self.model,
             self.rule,
@@ -132,6 +136,8 @@ class Transition:
             guarded=self.guard is not None,
             few=flags.few,
             written=run.written,
+            ignore=ignore,
+            refuses=self._refuses,
         )
 
     def seed(self, run: Run) -> None:
@@ -171,15 +177,16 @@ class Transition:
         answers = out.logits.detach()
         with torch.no_grad():
             objective, weights, closely = self.method.objective, ctx.weights.detach(), flags.new or flags.asking
+            positions = ctx.positions or ()
             usable, ctx.ok, seen = self.model.fused(observe)(
-                objective, answers, ctx.valid, ctx.ok, weights, self.source, closely
+                objective, answers, ctx.samples, ctx.valid, positions, ctx.ok, weights, self.source, closely
             )
             values, sums = [seen], given.sums
             if flags.asking and source is not None:
                 sums, answers = self._ask(guard, flags, given, ctx, x, answers, source)
-                values.append(judged(sums))
-                usable = ctx.valid & answered(answers)
-            logits, loss, used = self.model.fused(cleaned)(answers, usable, out.loss, out.used, ctx.ok)
+                values.append(judged(sums, ctx.dense))
+                usable = ctx.samples & everywhere(answered(answers), positions)
+            logits, loss, used = self._cleaned(answers, usable, positions, out.loss, out.used, ctx.ok)
             return Step(logits, loss, used, usable), sums, torch.cat(values) if len(values) > 1 else seen
 
     def _ask(
@@ -187,16 +194,17 @@ class Transition:
     ) -> tuple[Tensor, Tensor]:
         """What the source check has found so far, and the logits to return: those of the model to be trusted."""
         same, batch = source, None
-        share = self._share(ctx.valid, trusted=True)
+        share = self._share(ctx.samples, trusted=True)
         if share is not None:
             with self.model.as_it_is():
                 batch = ctx.forward(x, self.source, statistics=BatchStatistics(share))
             same = batch if flags.trusted else source
-        found = compare(answers, same, ctx.valid, batch, source, corrected=self.method.corrects)
+        positions = ctx.positions or ()
+        found = compare(answers, same, ctx.valid, batch, source, positions=positions, corrected=self.method.corrects)
         found = found if given.sums is None else given.sums + found
         if flags.resting:
             return found, source
-        now = Verdict(*judged(found).unbind())  # type: ignore[arg-type]
+        now = Verdict(*judged(found, ctx.dense).unbind())  # type: ignore[arg-type]
         if guard.policy in ("recover", "freeze"):
             assert given.needed is not None
             fallen = torch.as_tensor(collapsed(now)) & (now.samples >= given.needed)
@@ -205,6 +213,40 @@ class Transition:
             better, other = torch.as_tensor(surer(now, flags.trusted)), source if flags.trusted else batch
             answers = torch.where(better == flags.trusted, answers, other.to(answers))
         return found, answers
+
+    def _cleaned(
+        self,
+        answers: Tensor,
+        usable: Tensor,
+        positions: tuple[int, ...],
+        loss: Tensor | None,
+        used: Tensor | None,
+        ok: Tensor,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `cleaned`; `usable` are samples (B,)."""
+        whole = bool(positions) and self.model.may_branch and bool(usable.all())
+        return self.model.fused(cleaned)(answers, by_position(usable, positions), loss, used, ok, whole)
+
+    def _folded(self, ctx: Context, out: Step) -> Step:
+        """Rows as the user has them: (B, ...), or (B, K, *P) and (B, *P)."""
+        found = [None if value is None else value.detach() for value in out]
+        if ctx.positions:
+            samples, positions = len(ctx.samples), ctx.positions
+            found[:3] = [None if value is None else by_sample(value, samples, positions) for value in found[:3]]
+            assert found[0] is not None
+            found[0] = found[0].movedim(-1, self.model.class_dim)
+        return Step(*found)  # type: ignore[arg-type]
+
+    @cached_property
+    def _refuses(self) -> str:
+        """Why logits with positions cannot be taken, if so."""
+        why = self.method.vectors_only
+        if not why and self.method.corrects:
+            why = (
+                "it corrects answers by the classes of the batch, which the positions of an image do not have in common"
+            )
+            why += "; pass prior_correction=False"
+        return f"{self.method.name} takes logits (B, K) only, since {why}" if why else ""
 
     # ---- statistics of BatchNorm ----
 
@@ -245,10 +287,13 @@ def kept(
 
 
 def cleaned(
-    answers: Tensor, usable: Tensor, loss: Tensor | None, used: Tensor | None, ok: Tensor
+    answers: Tensor, usable: Tensor, loss: Tensor | None, used: Tensor | None, ok: Tensor, whole: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Logits, losses and the used samples as they are returned: without an answer, the least certain by every score."""
-    logits = torch.where(usable[:, None], answers, UNKNOWN)
+    """Logits, losses and the used rows as they are returned: without an answer, the least certain by every score.
+
+    `whole`: all rows have an answer, so that the logits need no copy.
+    """
+    logits = answers if whole else torch.where(usable[:, None], answers, UNKNOWN)
     if loss is not None:
         most = math.log(logits.shape[1] + 1)  # no entropy is larger
         loss = torch.where(usable & loss.isfinite(), loss, most)

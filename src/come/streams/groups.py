@@ -12,7 +12,7 @@ from torch import Tensor
 from come.errors import ComeError, ConfigError, one_line
 from come.guard.watch import Sent, to_host
 from come.method import Method, Step
-from come.model.inputs import Inputs, logits_of
+from come.model.inputs import Inputs
 from come.optim import TorchRule
 from come.step.engine import Engine
 from come.step.state import StepFlags, StepInput, StepOutput, StreamState
@@ -124,7 +124,7 @@ class Groups:
         mine = x if rows == list(range(x.size)) else x.take(index(rows, engine.device))
         given = self._given(flags, parts, size)
         if given.state is None and "classes" not in engine.transition.fixed:  # found once, by one stream
-            engine.context(engine.first(), size).classes(mine.take(slice(0, size)))
+            engine.context(engine.first(), size).classes(mine.for_model().take(slice(0, size)))
         many = mine.map_samples(lambda value: value.view(len(parts), size, *value.shape[1:]))
         return Group(parts, size, flags, given, many)
 
@@ -204,7 +204,7 @@ class Groups:
         if self._proven or not engine.model.parameters:
             return
         model, source = engine.model, engine.transition.source
-        pair = x.take(torch.tensor([0, x.size - 1], device=engine.device)).map_samples(_usable)
+        pair = x.for_model().take(torch.tensor([0, x.size - 1], device=engine.device)).map_samples(_usable)
         stacked = StackedModel(model)
         with torch.no_grad():
             draw = torch.Generator(source.device).manual_seed(0)
@@ -214,7 +214,7 @@ class Groups:
             both = over(lambda given, x: stacked.call(x, given), weights, one_each).flatten(0, 1).float()
 
             def alone(i: int, given: Tensor) -> Tensor:
-                return logits_of(model.call(pair.take(slice(i, i + 1)), given, None, ()), 1)[0].float()
+                return model.logits(model.call(pair.take(slice(i, i + 1)), given, None, ()), 1)[0].float()
 
             own, other = (torch.stack([alone(0, weights[a]), alone(1, weights[1 - a])]) for a in (0, 1))
             error, effect = (both - own).abs().amax(), (other - own).abs().amax()

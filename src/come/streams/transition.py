@@ -16,7 +16,7 @@ from come.method import Method, Step
 from come.model.batchnorm import BatchStatistics, Statistics
 from come.model.copies import Function
 from come.model.functional import FunctionalModel
-from come.model.inputs import Inputs, logits_of
+from come.model.inputs import Inputs
 from come.state.trees import leaves, like, replace, signature
 from come.step.context import NotCapturable
 from come.step.state import StepFlags, StepInput, StepOutput
@@ -67,7 +67,7 @@ class StackedModel:
             tracked = torch.is_grad_enabled()
             do, given = partial(self._called, tracked), (flat, weights[1], Block(n, rule, flat.size))
             logits: Tensor = ask(CALL if tracked else BARE_CALL, _kind(flat), do, given)
-            return logits.view(n, -1, logits.shape[1])
+            return logits.unflatten(0, (n, -1))
 
         return outside(do, weights, *tensors, *shares.values())
 
@@ -77,7 +77,7 @@ class StackedModel:
         with torch.set_grad_enabled(tracked):
             x = batches[0] if len(batches) == 1 else _joined(batches)
             out = self._model.call_streams(x, weights, blocks)
-        return list(torch.split(logits_of(out, x.size), [block.rows for block in blocks]))
+        return list(torch.split(self._model.logits(out, x.size), [block.rows for block in blocks]))
 
 
 def _kind(x: Inputs) -> Any:

@@ -1,0 +1,136 @@
+"""Logits with positions, (B, K, *P), as rows (B * P, K): a step works on rows, so pixels need no second code path.
+
+A classifier has no positions: its B samples are the rows, and nothing is moved or copied. An image of 512 x 1024 pixels with 19
+classes has half a million rows of logits, 40 MB. What is computed of so many is computed in parts, in the backward once more,
+so that beside the logits and their gradient no tensor of that size is held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FEW_ROWS, PART = 2**14, 2**20
+"""Up to so many rows, or so many logits, are computed at once; more in parts of so many logits."""
+
+
+def rows_of(logits: Tensor) -> Tensor:
+    """(B, K, *P) -> (B * P, K); a view for one image or for channels that are innermost.
+
+    >>> rows_of(torch.zeros(2, 3, 4, 5)).shape
+    torch.Size([40, 3])
+    """
+    return logits if logits.ndim == 2 else logits.flatten(2).transpose(1, 2).reshape(-1, logits.shape[1])
+
+
+def by_sample(values: Tensor, samples: int, positions: tuple[int, ...]) -> Tensor:
+    """(B * P, ...) -> (B, *P, ...).
+
+    >>> by_sample(torch.zeros(40, 3), 2, (4, 5)).shape
+    torch.Size([2, 4, 5, 3])
+    """
+    return values.unflatten(0, (samples, *positions)) if positions else values
+
+
+def by_position(values: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """One value per sample, (B,), as one per row, (B * P,)."""
+    return values[:, None].expand(-1, math.prod(positions)).reshape(-1) if positions else values
+
+
+def anywhere(rows: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """In which samples (B,) any of the rows (B * P,) is true."""
+    return rows.view(-1, math.prod(positions)).any(dim=1) if positions else rows
+
+
+def everywhere(rows: Tensor, positions: tuple[int, ...]) -> Tensor:
+    """In which samples (B,) all of the rows (B * P,) are true."""
+    return rows.view(-1, math.prod(positions)).all(dim=1) if positions else rows
+
+
+def parts(rows: Tensor) -> Iterator[slice]:
+    """Divides rows (N, K) so that no part has many more than `PART` entries; one part where there are few."""
+    if len(rows) <= FEW_ROWS or rows.numel() <= PART:
+        yield slice(None)
+        return
+    size = max(1, PART // rows.shape[1])
+    for begin in range(0, len(rows), size):
+        yield slice(begin, begin + size)
+
+
+def by_rows(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
+    """A function of rows, (..., K) -> (...,), in parts: `function(*logits)` without its memory; all logits of one shape.
+
+    >>> x = torch.zeros(30_000, 40, requires_grad=True)
+    >>> by_rows(lambda z: z.exp().sum(dim=-1), x).sum().backward()
+    >>> bool((x.grad == 1).all())
+    True
+    """
+    first = logits[0]
+    if first.numel() <= PART or first.numel() // first.shape[-1] <= FEW_ROWS or len({z.shape for z in logits}) > 1:
+        return function(*logits)
+    found, _ = in_parts(lambda *z: (function(*z), z[0].new_zeros(())), *(z.flatten(0, -2) for z in logits))
+    return found.view(first.shape[:-1])
+
+
+def in_parts(function: Callable[..., tuple[Tensor, Tensor]], *rows: Tensor) -> tuple[Tensor, Tensor]:
+    """`function(*rows)`, which gives one value per row (N,) and a sum over rows, of tensors (N, ...) in parts.
+
+    The first tensor decides how many parts there are.
+    """
+    cuts = list(parts(rows[0]))
+    if len(cuts) == 1:
+        return function(*rows)
+    if torch.is_grad_enabled() and any(values.requires_grad for values in rows):
+        found: tuple[Tensor, Tensor] = _InParts.apply(function, cuts, *rows)
+        return found
+    return _joined([function(*(values[cut] for values in rows)) for cut in cuts])
+
+
+def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    values, sums = zip(*found, strict=True)
+    return torch.cat(values), torch.stack(sums).sum(dim=0)
+
+
+class _InParts(torch.autograd.Function):
+    """Computes each part anew in the backward, where the gradient of all rows is written into one tensor."""
+
+    @staticmethod
+    def forward(function: Any, cuts: list[slice], *rows: Tensor) -> tuple[Tensor, Tensor]:
+        return _joined([function(*(values[cut] for values in rows)) for cut in cuts])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.function, ctx.cuts, *rows = inputs
+        ctx.save_for_backward(*rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        found = [torch.zeros_like(values) if want else None for values, want in zip(rows, wanted, strict=True)]
+        for cut in ctx.cuts:
+            with torch.enable_grad():
+                own = [v[cut].detach().requires_grad_(want) for v, want in zip(rows, wanted, strict=True)]
+                out = ctx.function(*own)
+            known = [(o, g) for o, g in zip(out, (gradients[0][cut], gradients[1]), strict=True) if o.requires_grad]
+            slopes = torch.autograd.grad(
+                *zip(*known, strict=True), [v for v in own if v.requires_grad], allow_unused=True
+            )  # type: ignore[arg-type]
+            for place, slope in zip([f for f in found if f is not None], slopes, strict=True):
+                if slope is not None:
+                    place[cut] = slope
+        return None, None, *found
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], function: Any, cuts: Any, *rows: Tensor) -> tuple[Any, tuple[int, int]]:
+        """Stream by stream."""
+        streams = [
+            _InParts.apply(
+                function, cuts, *(v if d is None else v.select(d, i) for v, d in zip(rows, dims[2:], strict=True))
+            )
+            for i in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*streams, strict=True))), (0, 0)
