@@ -60,13 +60,13 @@ def load_transformers(name: str, spec: str, state: dict[str, Tensor] | None) -> 
                     module = kind.from_config(config)
         except Exception as error:  # of transformers, of the Hub, or of code that both call
             raise ModelError(
-                f"transformers cannot make {name}: {one_line(error, first=True)}; name an image classifier, or a model for semantic segmentation, and "
-                "arguments that it has"
+                f"transformers cannot make {name}: {one_line(error, first=True)}; name an image classifier, or a "
+                "model for semantic segmentation, and arguments that it has"
             ) from error
         if absent := sorted(found.get("missing_keys", ())):
             raise ModelError(
-                f"{name} has no weights for {', '.join(absent[:3])}; choose a model that is trained to classify images or to segment them, or "
-                "give --checkpoint FILE"
+                f"{name} has no weights for {', '.join(absent[:3])}; choose a model that is trained to classify "
+                "or segment images, or give --checkpoint FILE"
             )
         try:
             processor = zoo.AutoImageProcessor.from_pretrained(place, **where)

@@ -69,7 +69,7 @@ DESCRIPTIONS = {
     "keras-resnet50": "ResNet-50 as Keras has it, stride 2 on the first 1x1 convolution; needs --checkpoint",
     "timm:NAME": "any model of timm with its pretrained weights and data configuration",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
-    "hf:NAME": "any image classifier or model for semantic segmentation of transformers with its image processor, of the Hub or in a folder",
+    "hf:NAME": "any image classifier or segmenter of transformers with its image processor, of the Hub or in a folder",
     "open_clip:NAME": "a model of open_clip as zero-shot classifier; add :classes=FILE, with a name in each line",
     "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }

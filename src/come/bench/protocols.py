@@ -164,6 +164,7 @@ class Protocol(Description):
         """
         plan, setting = self.plan, settings.get(self.plan.setting)
         normal = NORMALIZATIONS[plan.normalization]
+        metric = "mIoU" if plan.task == "segmentation" else "accuracy"
         shifts = [name.replace("_", " ") for name in plan.corruptions or ()]
         sentences = [
             f"Protocol {self.name}: {self.summary}.",
@@ -180,7 +181,7 @@ class Protocol(Description):
             f"In the {plan.setting} setting ({setting.summary.partition(';')[0]}) there are {len(shifts)} corruptions of "
             f"severity {plan.severity}: {', '.join(shifts)}.",
             f"Each has all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
-            f"The metric is the {'mIoU' if plan.task == 'segmentation' else 'accuracy'}, averaged over the {len(shifts)} parts with equal weights.",
+            f"The metric is the {metric}, averaged over the {len(shifts)} parts with equal weights.",
             "There is no number for the model without adaptation yet."
             if self.no_adapt is None
             else f"The model without adaptation must reach {self.expected}.",

@@ -17,7 +17,7 @@ import numpy as np
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unit_of_time, unlike
 from come.bench.report.reading import BINS, COVERAGES, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
-from come.bench.report.tables import average_accuracy, cut, entries, objectives_of, short, sweeps
+from come.bench.report.tables import average_accuracy, cut, objectives_of, short, sweeps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
