@@ -87,14 +87,17 @@ def effect(records: Sequence[Record], judged: Judged) -> str:
     """The first of `by_effect` in a sentence; empty if no method ran with two objectives."""
     for method, before, after in by_effect(records, judged)[:1]:
         verdict = judged.changes[method, after, AVERAGE, records[0].cell.metric]
-        instead = f"{SHORTER.get(after, after)} in place of {SHORTER.get(before, before)}"
+        instead, what = (
+            f"{SHORTER.get(after, after)} in place of {SHORTER.get(before, before)}",
+            METRICS[verdict.metric],
+        )
         if verdict.found:
             return (
-                f"The largest change by {instead}: the {METRICS[verdict.metric]} of {method} goes from {verdict.before:.1f}% to "
+                f"The largest change by {instead}: the {what} of {method} goes from {verdict.before:.1f}% to "
                 f"{verdict.after:.1f}% ({verdict.points} points)."
             )
         if not verdict.reason:
-            return f"{instead} changes no {METRICS[verdict.metric]} beyond chance; the largest change is {verdict.points} points, with {method}."
+            return f"{instead} changes no {what} beyond chance; the largest change is {verdict.points} points, with {method}."
     return ""
 
 
