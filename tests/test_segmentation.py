@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from calling import call
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -20,7 +21,7 @@ from come.bench.record import check_rows
 from come.bench.report import results_table, write_html, write_report
 from come.bench.report.pixels import classes_table, pictures
 from come.bench.statistics import samples, verdicts
-from come.errors import ConfigError, InputError, ModelError
+from come.errors import ConfigError, InputError
 from come.method import Step
 from come.metrics import Segmentation, miou
 
@@ -132,7 +133,7 @@ def test_the_rows_are_those_of_a_loop_written_by_hand(ran):
     plan, folder, records = ran
     record = next(r for r in records if r.cell.pair == ("tent", "em") and r.cell.corruptions == ("fog",))
     model, source = models.load("scenes-unet-bn"), open_source("scenes")
-    adapter = come.adapt(model.module, "tent", objective="em", guard=False, seed=0)
+    adapter = come.adapt(model.module, "tent", objective="em", guard=False)
     (episode,) = Bench(plan).inputs.episodes(record.cell)
     metrics = Segmentation(len(CLASSES))
     for batch in batches(source, episode.stream, model.preprocess, batch_size=1):
@@ -211,7 +212,7 @@ def test_the_page_shows_classes_and_pictures(ran, tmp_path):
     assert all(None not in answers for *_, answers in shown["rows"])
     write_html(folder, records, tmp_path / "report.html", (), judged)
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 4 * (2 + 2 * len(shown["methods"]))
+    assert page.count("<td><img") == 4 * (2 + 2 * len(shown["methods"]))
     assert "mIoU" in page
     assert "FPR" not in page
     write_report(records, tmp_path / "report.md", (), judged, [], None)
@@ -343,15 +344,15 @@ def test_labels_that_cannot_be_used_are_named(tmp_path, spoil, said):
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "error", "said"),
     [
-        ("cityscapes:{}", "has no image .*_leftImg8bit.png; give the folder that holds leftImg8bit and gtFine"),
-        ("cityscapes:{}:split=tset", "did you mean"),
-        ("acdc:{}", "has none of the folders fog, night, rain, snow"),
+        ("cityscapes:{}", InputError, "has no image .*_leftImg8bit.png; give the folder that holds leftImg8bit and gtFine"),
+        ("cityscapes:{}:split=tset", ConfigError, "no split of cityscapes 'tset'. Known: train, val"),
+        ("acdc:{}", InputError, "has none of the folders fog, night, rain, snow"),
     ],
 )
-def test_folders_that_are_not_the_layout_are_named(tmp_path, spec, said):
-    with pytest.raises(InputError, match=said):
+def test_folders_that_are_not_the_layout_are_named(tmp_path, spec, error, said):
+    with pytest.raises(error, match=said):
         open_source(spec.format(tmp_path), WholeImage(24, 24))
 
 
@@ -389,15 +390,13 @@ def test_protocols_of_street_scenes(name):
         protocol.plan_for({})
 
 
-def test_the_command_says_what_would_run(tmp_path):
-    from calling import call
-
-    found = call("bench", "--task", "segmentation", "--limit", "4", "--dry-run", "--out", str(tmp_path / "run"))
-    assert "scenes-unet-bn on scenes" in found
+def test_the_command_says_what_would_run(monkeypatch, capsys, tmp_path):
+    given = ("--task", "segmentation", "--limit", "4", "--dry-run", "--out", str(tmp_path / "run"))
+    code, out, err = call(monkeypatch, capsys, "bench", *given)
+    assert (code, err) == (0, "")
+    assert "scenes-unet-bn on scenes" in out
 
 
 def test_no_checkpoint_for_embedded_segmenters():
     with pytest.raises(ConfigError, match="comes with its weights"):
         models.load("scenes-unet-bn", checkpoint="x.safetensors")
-    with pytest.raises(ModelError, match="cannot be called with images"):
-        models.load("scenes-unet-bn", image_size=1)

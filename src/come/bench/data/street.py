@@ -58,7 +58,8 @@ class CityscapesSource(EncodedSource):
     def _below(self, part: str) -> list[Path]:
         """Images of `part`, below the folder of images, without the folder's name, sorted."""
         folder, ending = self.images
-        found = [path for path in images_below(self.root / folder, part) if path.name.endswith(ending)]
+        there = images_below(self.root / folder, part) if (self.root / folder / part).is_dir() else []
+        found = [path for path in there if path.name.endswith(ending)]
         if not found:
             raise InputError(
                 f"{self.root / folder / part} has no image */*{ending}; give the folder that holds {folder} and "
@@ -128,10 +129,11 @@ class ACDCSource(CityscapesSource):
     split = "train"
 
     def _find(self) -> None:
-        there = subfolders(self.root / self.images[0])
+        weather = self.root / self.images[0]
+        there = subfolders(weather) if weather.is_dir() else []
         self.holds = tuple(name for name in CONDITIONS if name in there)
         if not self.holds:
-            raise InputError(f"{self.root / self.images[0]} has none of the folders {', '.join(CONDITIONS)}")
+            raise InputError(f"{weather} has none of the folders {', '.join(CONDITIONS)}")
         self.severities = dict.fromkeys(self.holds, (1, 2, 3, 4, 5))  # the weather has none
         self.files = {name: self._below(f"{name}/{self.split}") for name in self.holds}
         self._count()
