@@ -10,7 +10,7 @@ import torch
 import come
 from come import testing
 from come.method import Frozen
-from come.step.context import untracked
+from come.model.locks import untracked
 
 # A check that has nothing to find out about a method stands here with its reason: {(method, check): (reason, norms)}.
 ALL = tuple(testing.NORMS)

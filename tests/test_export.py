@@ -14,7 +14,6 @@ from torch.torch_version import TorchVersion
 
 import come
 from come.export import OnBatch
-from come.state.trees import replace
 
 WARNS = pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # torch.export.load of torch 2.4
 SIZES = (1, 2, 7, 32)
@@ -118,7 +117,7 @@ def test_what_the_guard_has_decided(decision):
     """That the source model answers, or whether it trusts the statistics of batches."""
     classifier = adapted()
     now = classifier._state
-    classifier._state = replace(now, watch=replace(now.watch, **decision))
+    classifier._state = now._replace(watch=now.watch._replace(**decision))
     alone = classifier.export()
     same(classifier, alone)
     assert any(isinstance(module, OnBatch) for module in alone.modules()) == decision.get("trusted", False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from dataclasses import replace
 
 import blobs
 import pytest
@@ -14,8 +13,7 @@ from torch import nn
 
 import come
 from come import Guard
-from come.guard.samples import _median, judge, no_history
-from come.guard.signals import SIGNALS, Bands, measure
+from come.guard.signals import SIGNALS, Bands, _median, judge, measure, no_history
 from come.guard.verdict import Verdict, collapsed, compare, judged, renewed, surer
 from come.guard.watch import COUNTED, LAG, WINDOW, Watch, send
 from come.model.inputs import Inputs
@@ -326,9 +324,8 @@ def fed(watch, guard, windows, *, agreement=1.0, confidence=0.6, chooses=False):
     """A watch that has read signals of so many healthy batches of 64, and at which of these steps the source was asked."""
     asked = []
     for _ in range(windows):
-        watch, _, cause = watch.read(guard, chooses)
+        watch, _, cause = watch.read(guard, chooses, True)
         assert cause is None
-        watch = watch.asks()
         values, sums = [1.0, 0.0, 0.0, 0.0, *row(confidence=confidence)], None
         if watch.asking:
             asked.append(watch.steps)
@@ -362,7 +359,7 @@ def test_the_faster_answers_move_the_sooner_the_source_is_asked_again():
     guard = Guard()
     counts = [len(fed(fresh(guard), guard, 400, agreement=agreement)[1]) for agreement in (1.0, 0.8, 0.7, 0.5)]
     assert counts[0] < counts[1] < counts[2] < counts[3]
-    watch = replace(fresh(guard), age=40 * WINDOW)
+    watch = fresh(guard)._replace(age=40 * WINDOW)
     for moved, gap in ((0.0, 20), (0.05, 20), (0.25, 4), (0.35, 3), (0.5, 2), (50.0, 1)):
         assert watch._next(moved, False) == (40 + gap) * WINDOW, moved
 
@@ -396,7 +393,7 @@ def test_what_was_found_of_another_stream_is_forgotten():
     watch, _ = fed(fresh(guard, True), guard, 25, chooses=True)
     assert watch.sums is not None
     watch, _ = fed(watch, guard, LAG, confidence=0.9, chooses=True)
-    changed, _, _ = watch.read(guard, True)
+    changed, _, _ = watch.read(guard, True, True)
     assert changed.sums is None
     assert changed.due == changed.age
 

@@ -106,7 +106,7 @@ def test_keeping_the_weights_is_all_or_nothing():
         weights = adapter._engine.model.source() + 1
         done = interrupts.traced(
             interrupts.AtEvent(number),
-            lambda one=adapter, weights=weights: one._lock.run(lambda: one._engine.model.overwrite(weights)),
+            lambda one=adapter, weights=weights: one._engine.lock.run(lambda: one._engine.model.overwrite(weights)),
         )
         change = [(p - own[name]).detach() for name, p in adapter._engine.model.parameters.items()]
         found.add(round(float(change[0].mean()), 3))

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import come
 from come import Guard, corruptions
-from come.guard.samples import judge, no_history
+from come.guard.signals import judge, no_history
 from come.guard.verdict import Verdict, collapsed, compare, judged
 from come.guard.watch import LAG, Watch, send
 from come.method import Context
@@ -336,9 +335,8 @@ def test_weights_that_break_only_the_adapted_model_are_put_back():
     adapter = come.adapt(tiny(), "tent", lr=1e-3)
     for x in batches(3):
         adapter(x)
-    adapter._state = replace(
-        adapter._state, weights=torch.full_like(adapter._state.weights, math.nan)
-    )  # as cosmic rays do
+    nowhere = torch.full_like(adapter._state.weights, math.nan)
+    adapter._state = adapter._state._replace(weights=nowhere)  # as cosmic rays do
     steps = [adapter.step(x) for x in batches(12, seed=5)]
     assert adapter.health()["collapse"] == adapter.health()["recovered"] == 1
     assert steps[-1].valid.all()
@@ -554,8 +552,8 @@ def fed(watch, guard, batches):
     """A watch that has read healthy signals of so many batches of 64."""
     events = []
     for _ in range(batches):
-        watch, seen, _ = watch.read(guard, False)
-        watch, sums = watch.asks(), None
+        watch, seen, _ = watch.read(guard, False, True)
+        sums = None
         events += seen
         values = [1.0, 0.0, 0.0, 0.0, 0.1, 2.0, 0.5, 9.0, 0.1, 0.6]
         if watch.asking:
@@ -570,7 +568,7 @@ def test_the_learning_rate_stays_lower_however_long_the_model_is_healthy():
     """It grew back to the one that had failed, and failed again."""
     guard = Guard()
     watch, _ = fed(Watch.new(guard, torch.device("cpu"), False), guard, 3)
-    watch, (event,) = watch.recovered(guard, come.Event("collapse", 3, "", {}))
+    watch, (event,) = watch.recovered(guard, come.Event("collapse", 3, "", {}), False, True)
     assert event.message == "source weights restored, learning rate x 0.0003 until reset()"
     assert watch.scale == pytest.approx(3e-4)
     watch, events = fed(watch, guard, 600)
@@ -585,9 +583,9 @@ def test_after_each_fall_the_learning_rate_is_lower_and_the_source_is_asked_as_a
     watch, _ = fed(Watch.new(guard, torch.device("cpu"), False), guard, 50)
     for scale in (5e-3, 5e-3 * 11e-4):  # after 50 windows, then after 11
         assert watch.due > watch.age
-        watch, _ = watch.recovered(guard, fall)
+        watch, _ = watch.recovered(guard, fall, False, True)
         assert watch.scale == pytest.approx(scale)
-        assert watch.asks().asking
+        assert watch.asking
         watch, events = fed(watch, guard, 11)
         assert [event.kind for event in events] == ["healthy"] * 4, "those at 0, 2, 4 and 7"
 
@@ -600,8 +598,8 @@ def test_weights_that_have_half_collapsed_are_not_what_is_restored():
         adapter(x)
     assert adapter.health()["healthy"] >= 2
     drifted = adapter.adapted_parameters
-    adapter._state = replace(adapter._state, weights=torch.full_like(adapter._state.weights, math.nan))
-    adapter._state = replace(adapter._state, watch=replace(adapter._state.watch, due=0))
+    adapter._state = adapter._state._replace(weights=torch.full_like(adapter._state.weights, math.nan))
+    adapter._state = adapter._state._replace(watch=adapter._state.watch._replace(due=0))
     for x in batches(LAG + 2, size=64, seed=5):
         adapter(x)
         if adapter.health()["recovered"]:

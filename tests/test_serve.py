@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -652,7 +651,7 @@ def test_a_state_that_loads_and_cannot_step_is_refused_for_its_tenant_alone(tmp_
 
     def damaged(*given):
         now = real(*given)
-        return replace(now, weights=torch.cat([now.weights, now.weights]))
+        return now._replace(weights=torch.cat([now.weights, now.weights]))
 
     with make(state=tmp_path) as service:
         service.predict("a", X[0])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from come import abstain_by_image
 from come.errors import ConfigError, InputError, require, require_number, shown
 from come.metrics.scores import SCORES, require_score, score_of
 from come.model.inputs import UNKNOWN, answered
@@ -61,6 +62,8 @@ class Promise:
     """At least this share is answered."""
     rate: float = 0.0
     """How far one sample moves the threshold; 0 keeps it fixed."""
+    positions: bool = False
+    """Whether the samples are images, and positions are answered; see `come.abstain_by_image`."""
 
     def __post_init__(self) -> None:
         numbers = (self.threshold, self.samples, self.answered, self.rate, self.risk, self.delta, self.coverage)
@@ -71,17 +74,18 @@ class Promise:
             raise InputError(f"{self.score!r}, {numbers} is not a promise")
 
     def __str__(self) -> str:
+        things, samples = ("positions", "images") if self.positions else ("samples", "samples")
         if self.risk is not None and self.delta is not None:
             what = (
-                f"at most {100 * self.risk:.3g}% of the answered samples are wrong "
+                f"at most {100 * self.risk:.3g}% of the answered {things} are wrong "
                 f"(probability {100 * (1 - self.delta):.3g}%)"
             )
         else:
-            what = f"at least {100 * (self.coverage or 0):.3g}% of the samples are answered"
+            what = f"at least {100 * (self.coverage or 0):.3g}% of the {things} are answered"
         follows = ", following the stream" if self.rate else ""
         return (
-            f"{what}: answers where {self.score} >= {self.threshold:.4g}, {100 * self.answered:.1f}% of {self.samples} "
-            f"samples{follows}"
+            f"{what}: answers where {self.score} >= {self.threshold:.4g}, {100 * self.answered:.1f}% of "
+            f"{f'the {things} of ' if self.positions else ''}{self.samples} {samples}{follows}"
         )
 
 
@@ -118,13 +122,18 @@ class Abstention:
 
 
 def usable(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Which samples (B,) of logits (B, K) have an answer, given what the guard has found valid (B,)."""
-    known = answered(logits) & (logits.amax(dim=1) > UNKNOWN / 2)
-    return known if valid is None else known & valid
+    """Which of logits (B, *P, K) have an answer, (B, *P), given which samples the guard has found valid (B,)."""
+    known = answered(logits) & (logits.amax(dim=-1) > UNKNOWN / 2)
+    return known if valid is None else known & _of_samples(valid, known)
+
+
+def _of_samples(values: Tensor, like: Tensor) -> Tensor:
+    """One value per sample (B,), shaped to go with (B, *P)."""
+    return values.view(-1, *[1] * (like.ndim - 1)) if values.ndim else values
 
 
 def confidences(score: str, objective: Objective, logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The score that a threshold is compared with, of each sample of logits (B, K); the smallest for samples without an answer.
+    """The score that a threshold is compared with, of each of logits (B, *P, K); the smallest where there is no answer.
 
     Example:
         >>> from come import Softmax
@@ -132,30 +141,36 @@ def confidences(score: str, objective: Objective, logits: Tensor, valid: Tensor 
         tensor([0.8808, 0.0000])
     """
     good = usable(logits, valid)
-    found = score_of(score, objective, torch.where(good[:, None], logits, UNKNOWN))
+    found = score_of(score, objective, torch.where(good[..., None], logits, UNKNOWN))
     return torch.where(good, found, found.clamp(max=0))  # a probability is 0; other scores are negative there
 
 
 def abstains(
     promise: Promise, objective: Objective, logits: Tensor, threshold: Tensor | None, valid: Tensor | None = None
 ) -> Tensor:
-    """Which samples (B,) of logits (B, K) not to rely on: below the threshold, or without a usable answer.
+    """Which of logits (B, *P, K) not to rely on, (B, *P): below the threshold, or without a usable answer.
 
     `threshold`, 0-d or (B,), replaces that of the promise; `valid` (B,) is what the guard has found.
     """
     score = score_of(promise.score, objective, logits)
-    least = promise.threshold if threshold is None else threshold.to(score.dtype)
+    least = promise.threshold if threshold is None else _of_samples(threshold.to(score.dtype), score)
     return ~(usable(logits, valid) & (score >= least))
+
+
+def by_image(abstain: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Of (B, *P) bool: the share of the counted positions that is not answered, and whether there are any, (B,)."""
+    abstain, counted = (abstain & counted).flatten(1), counted.flatten(1)
+    return abstain.sum(dim=1) / counted.sum(dim=1).clamp_min(1), counted.any(dim=1)
 
 
 def followed(promise: Promise, threshold: Tensor, abstain: Tensor, counted: Tensor) -> Tensor:
     """The threshold (...,) after a batch: raised if more than the promised share was answered, lowered if less.
 
-    `abstain` and `counted` are (..., B) bool; samples that are not counted have no answer at any threshold, so they do
-    not move it.
+    `abstain` and `counted` are (..., B) bool, `abstain` a share where there are positions; samples that are not counted have no
+    answer at any threshold, so they do not move it.
     """
     assert promise.coverage is not None
-    excess = (~abstain & counted).sum(dim=-1) - promise.coverage * counted.sum(dim=-1)
+    excess = ((1 - abstain.float()) * counted).sum(dim=-1) - promise.coverage * counted.sum(dim=-1)
     return threshold + promise.rate * excess
 
 
@@ -168,6 +183,7 @@ class Wanted:
     delta: float = 0.1
     score: str = DEFAULT_SCORE
     follow: bool = False
+    ignore_index: int | None = None
 
     def __post_init__(self) -> None:
         if (self.risk is None) == (self.coverage is None):
@@ -186,8 +202,13 @@ class Wanted:
             )
 
     def promise(self, score: Tensor, wrong: Tensor | None) -> Promise:
-        """The promise for calibration samples with these scores (N,), and for a risk, which of them are wrong (N,)."""
+        """The promise for calibration samples with these scores (N,), and for a risk, which of them are wrong (N,).
+
+        With positions, `score` are the images of `come.abstain_by_image.sampled`, which holds both.
+        """
         score = score.cpu()
+        if score.ndim > 1:
+            return self._by_image(score)
         if self.coverage is not None:
             threshold = coverage_threshold(score, self.coverage)
         else:
@@ -202,6 +223,26 @@ class Wanted:
             delta=None if self.risk is None else self.delta,
             coverage=self.coverage,
             rate=FOLLOW * _spread(score.double()) if self.follow else 0.0,
+        )
+
+    def _by_image(self, images: Tensor) -> Promise:
+        """The promise for images with positions."""
+        if self.coverage is not None:
+            threshold = abstain_by_image.coverage_threshold(images, self.coverage)
+        else:
+            assert self.risk is not None
+            threshold = abstain_by_image.risk_threshold(images, self.risk, self.delta)
+        score, weight, _ = images.double().unbind(dim=1)
+        return Promise(
+            self.score,
+            threshold,
+            samples=len(images),
+            answered=torch.where(score >= threshold, weight, 0).sum(dim=1).mean().item(),
+            risk=self.risk,
+            delta=None if self.risk is None else self.delta,
+            coverage=self.coverage,
+            rate=FOLLOW * _spread(score[weight > 0]) if self.follow else 0.0,
+            positions=True,
         )
 
 
@@ -318,14 +359,19 @@ def binomial_cdf(k: int, n: int, p: float) -> float:
     return torch.logsumexp(ways + i * math.log(p) + (n - i) * math.log1p(-p), dim=0).exp().item()
 
 
-def labelled(batch: Any) -> tuple[Any, Tensor | None]:
+def labelled(batch: Any, needed: bool = False) -> tuple[Any, Tensor | None]:
     """A batch of calibration samples as the model's input, and the labels if there are any.
 
-    A pair whose second part is a vector of integers is (x, y); everything else is x.
+    A pair whose second part is a vector of integers is (x, y), and a pair of images (B, C, *P) and integers (B, *P), or any
+    integers where a risk asks for labels; everything else is x.
     """
     y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
     whole = isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
-    return (batch[0], y) if isinstance(y, Tensor) and whole and y.ndim == 1 else (batch, None)
+    if not (isinstance(y, Tensor) and whole):
+        return batch, None
+    x = batch[0]
+    images = isinstance(x, Tensor) and x.is_floating_point() and 2 < x.ndim == y.ndim + 1
+    return (x, y) if y.ndim == 1 or images or needed else (batch, None)
 
 
 def scored(
@@ -333,35 +379,51 @@ def scored(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores (N,) of calibration samples, and for a risk, which of their predictions are wrong (N,).
 
-    `data` are batches x or (x, y), with y = -1 for an outlier, which every answer gets wrong; `answer` runs one step on x.
+    `data` are batches x or (x, y), with y = -1 for an outlier, which every answer gets wrong; `answer` runs one step on x, and
+    returns its logits (B, *P, K), and as `used` which positions count, None for all. With several positions the scores are the
+    images of `come.abstain_by_image.sampled`.
     """
     scores, wrong = list[Tensor](), list[Tensor]()
+    generator = torch.Generator().manual_seed(0)
     for batch in data:
-        x, y = labelled(batch)
+        x, y = labelled(batch, wanted.risk is not None)
         if wanted.risk is not None and y is None:
             raise InputError(
-                "data must be batches (x, y) with y (B,) the integer labels, since a risk needs labels, got "
-                f"{shown(batch)}; without labels ask for a coverage"
+                "data must be batches (x, y) with y (B,) the integer labels, or (B, *positions), since a risk needs labels, "
+                f"got {shown(batch)}; without labels ask for a coverage"
             )
-        logits, _, _, valid, _ = answer(x)
+        logits, _, used, valid, _ = answer(x)
         bad = int((~answered(logits) if valid is None else ~valid).sum())
         if bad:
             raise InputError(
                 f"calibration samples and their logits must be finite and not absurdly large, got {bad} of {len(logits)} that "
                 "are not; fix the data"
             )
-        scores.append(score_of(wanted.score, objective, logits))
+        score, bad_answer = score_of(wanted.score, objective, logits), None
+        counted = torch.ones_like(score, dtype=torch.bool) if used is None else used
         if wanted.risk is not None and y is not None:
-            wrong.append(logits.argmax(dim=1) != _checked(y, logits).to(logits.device))
+            y = y.to(logits.device)
+            if wanted.ignore_index is not None:
+                counted = counted & (y != wanted.ignore_index)
+            bad_answer = logits.argmax(dim=-1) != _checked(torch.where(counted, y, 0) if score.ndim > 1 else y, logits)
+        if score.numel() > len(score):
+            flat = None if bad_answer is None else bad_answer.flatten(1)
+            scores.append(abstain_by_image.sampled(score.flatten(1), counted.flatten(1), flat, generator))
+            continue
+        scores.append(score.flatten())
+        if bad_answer is not None:
+            wrong.append(bad_answer.flatten())
     if not scores:
         raise InputError("data must hold at least one batch, got none (an exhausted iterator?)")
     return torch.cat(scores), torch.cat(wrong) if wrong else None
 
 
 def _checked(y: Tensor, logits: Tensor) -> Tensor:
-    size, classes = logits.shape
-    if len(y) != size:
-        raise InputError(f"y must have a label for each of the {size} samples of the batch, got {len(y)}")
+    *shape, classes = logits.shape
+    if list(y.shape) != shape:
+        if len(shape) == 1:
+            raise InputError(f"y must have a label for each of the {shape[0]} samples of the batch, got {len(y)}")
+        raise InputError(f"y must have a label for each position of the logits, {tuple(shape)}, got {tuple(y.shape)}")
     low, high = int(y.min()), int(y.max())
     if low < -1 or high >= classes:
         raise InputError(

@@ -19,18 +19,15 @@ from come import methods
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences
 from come.errors import ClosedError, ConfigError, require
 from come.guard.config import Event, Guard
-from come.method import Frozen, Method, Step
+from come.method import Frozen, Method, Step, Written, undo
 from come.model.copies import Precision
 from come.model.inputs import Input, Inputs
 from come.model.interface import LikeModel
-from come.model.locks import ModelLock, exclusive
+from come.model.locks import exclusive, untracked
 from come.model.ranks import Ranks
 from come.objectives import Objective
 from come.state import saving
-from come.state.trees import replace
-from come.step.context import Written, undo, untracked
 from come.step.engine import Engine, own_rows
-from come.step.events import report, safely
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,14 +71,10 @@ class Adapter(LikeModel):
         """The guard's configuration, or None."""
         return self._engine.guard
 
-    @property
-    def _lock(self) -> ModelLock:
-        return self._engine.lock
-
     # ---- calling it ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Adapt to a batch and return its logits (B, K); the arguments are those of the model."""
+        """Adapt to a batch and return its logits (B, K) or (B, K, *P); the arguments are those of the model."""
         return self.step(*args, **kwargs).logits
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -90,7 +83,12 @@ class Adapter(LikeModel):
 
     @exclusive
     def step(self, *args: Any, **kwargs: Any) -> Step:
-        """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered."""
+        """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered.
+
+        The arguments are those of the model, and `ignore`, a bool tensor of the answer's shape without its classes, (B, *P):
+        where it is true (a border, padding, no data) the answer drives nothing, no update, no guard and no threshold.
+        A model whose forward has an argument of that name gets it instead.
+        """
         x, rows = self._batch(args, kwargs)
         with self._engine.together():
             before, written = self._state, list[Written]()
@@ -99,7 +97,7 @@ class Adapter(LikeModel):
                 self._follow()
                 self._state, out, events = self._engine.step(self._state, x, written)
                 if events:
-                    self._count(report(self._engine, events))
+                    self._count(self._engine.report(events))
                 if rows is not None:
                     out = own_rows(out, rows)
                 if self.callbacks:
@@ -117,7 +115,7 @@ class Adapter(LikeModel):
         x, _ = self._batch(args, kwargs)
         with self._engine.together():
             self._check_open()
-            self.method.check(self._engine.context(self._state, x.size), x, True)
+            self.method.check(self._engine.context(self._state, x.size), x.for_model(), True)
 
     def predict(self, *args: Any, **kwargs: Any) -> Tensor:
         """Logits (B, K) of a batch without adapting to it: nothing changes.
@@ -140,16 +138,17 @@ class Adapter(LikeModel):
             return out if rows is None else own_rows(out, rows)
 
     def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(logits)
+        """How little is known of each answer, (B, K, *P) -> (B, *P) in [0, 1]; to abstain, `calibrate` a threshold."""
+        return self._engine.objective.uncertainty(self._engine.classes_last(logits))
 
     def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
-        """How sure each answer is, (B, K) -> (B,), by the score that the threshold is on; see `come.abstain.confidences`.
+        """How sure each answer is, (B, K, *P) -> (B, *P), by the score of the threshold; see `come.abstain.confidences`.
 
         Before `calibrate` it is the objective's confidence: the largest probability of a class.
         """
         promise = self.promise
-        return confidences(DEFAULT_SCORE if promise is None else promise.score, self._engine.objective, logits, valid)
+        score = DEFAULT_SCORE if promise is None else promise.score
+        return confidences(score, self._engine.objective, self._engine.classes_last(logits), valid)
 
     # ---- abstaining ----
 
@@ -164,6 +163,7 @@ class Adapter(LikeModel):
         delta: float = 0.1,
         score: str = DEFAULT_SCORE,
         follow: bool = False,
+        ignore_index: int | None = None,
     ) -> Promise:
         r"""Choose when not to answer, with a promise for samples like these; then `Step.abstain` and `abstains` say so.
 
@@ -174,7 +174,9 @@ class Adapter(LikeModel):
         Args:
             data: batches of source data that the model was not trained on: (x, y) for a risk, with y = -1 for an outlier;
                 x or (x, y) for a coverage. x is what the adapter is called with, or a tuple or mapping of the model's
-                arguments. On several ranks the same on each.
+                arguments. On several ranks the same on each. Where the answer has positions (pixels), y has a label for
+                each, (B, *P), and images are what is drawn: both promises are of the share of the positions of an image, see
+                `come.abstain_by_image`.
             risk: with probability 1 - delta over these samples, at most this share of the answered samples is wrong.
             coverage: at least this share of samples is answered, on average. No labels are needed.
             delta: the probability with which these samples may mislead about the risk. Where no threshold has it, all but
@@ -182,6 +184,7 @@ class Adapter(LikeModel):
             score: what the threshold is on, a name in `come.metrics.SCORES`. The promise holds with each; a score that ranks
                 better answers more. The default is low for two reasons to abstain, a sample between classes and one that is
                 like none.
+            ignore_index: a label that says nothing: such positions are neither right nor wrong.
             follow: keep the coverage up along any stream by moving the threshold, see `come.abstain.Abstention`. Not for a
                 risk, which cannot be seen without labels.
 
@@ -201,13 +204,13 @@ class Adapter(LikeModel):
             >>> step.abstain.shape, torch.equal(classifier.abstains(step.logits), step.abstain)
             (torch.Size([8]), True)
         """
-        wanted = Wanted(risk, coverage, delta, score, follow)
+        wanted = Wanted(risk, coverage, delta, score, follow, ignore_index)
         with self._engine.together():
             self._check_open()
             self._follow()
             promise = self._engine.calibrated(data, wanted)
             self._engine.promise = promise
-            self._state = replace(self._state, abstention=Abstention.begin(promise, self._engine.device))
+            self._state = self._state._replace(abstention=Abstention.begin(promise, self._engine.device))
             return promise
 
     @property
@@ -216,13 +219,14 @@ class Adapter(LikeModel):
         return None if self._state.abstention is None else self._state.abstention.promise
 
     def abstains(self, logits: Tensor) -> Tensor:
-        """Which of the answers not to rely on, (B, K) -> (B,) bool, by the threshold that is in force now."""
+        """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool, by the threshold that is in force now."""
         return self._abstains(logits)
 
     def _abstains(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         known = self._state.abstention
         if known is None:
             raise ConfigError("no threshold was chosen; calibrate() first")
+        logits = self._engine.classes_last(logits)
         return abstains(known.promise, self._engine.objective, logits, known.threshold, valid)
 
     # ---- around a step ----
@@ -239,7 +243,6 @@ class Adapter(LikeModel):
         if self._closed:
             raise ClosedError(f"this {self.method.name} adapter is closed; adapt() the model again")
 
-    @untracked()
     def _follow(self) -> None:
         """Bring everything to where the user has moved the model; first undo what an interrupted step has written."""
         if self._to_undo:
@@ -251,12 +254,12 @@ class Adapter(LikeModel):
         failed, step = [], 0 if self._state.watch is None else self._state.watch.steps
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__name__", type(callback).__name__)
-            failed += safely(self._engine, f"callback {name}", step, callback, self, out)
+            failed += self._engine.safely(f"callback {name}", step, callback, self, out)
         return failed
 
     def _count(self, events: list[Event]) -> None:
         if events and self._state.watch is not None:
-            self._state = replace(self._state, watch=self._state.watch.counted(events))
+            self._state = self._state._replace(watch=self._state.watch.counted(events))
 
     # ---- what can be seen ----
 
@@ -438,6 +441,7 @@ def adapt(
     channels_last: bool = False,
     ranks: bool | ProcessGroup = False,
     per_sample: Collection[str | int] | None = None,
+    class_dim: int = 1,
     **hyperparameters: Any,
 ) -> Adapter:
     r"""Put test-time adaptation around a classifier.
@@ -449,8 +453,8 @@ def adapt(
     with the samples R and the step that the method chooses, and the mass m that the objective gives.
 
     Args:
-        model: any classifier that maps a batch (B, ...) to logits (B, K), or to an object or mapping with `logits`. It is
-            not changed.
+        model: any classifier that maps a batch (B, ...) to logits (B, K), or with positions such as pixels to (B, K, *P), or to
+            an object or mapping with `logits` or `out`. It is not changed.
         method: a name (`come.methods.names()`), also with hyperparameters as in "tent:lr=5e-4", a subclass of `come.Method`,
             or a method that was made, such as `come.methods.Tent(lr=5e-4, objective="em")`.
         objective: a name (`come.objectives.names()`) or a `come.Objective`; None is the one that the method was made for:
@@ -466,6 +470,8 @@ def adapt(
         ranks: True: the processes that torchrun has started, or those of a given process group, adapt to one stream. Each calls
             the adapter with samples of its own at the same time, and together they adapt as one process does that is called
             with all of these, in the order of the ranks. False: each process for itself.
+        class_dim: where logits with positions have their classes: 1 for (B, K, H, W), -1 for (B, T, K), as token classifiers
+            of transformers have them. Without positions there is no choice.
         per_sample: for a model that is called with several tensors: names or positions of the arguments with one entry per
             sample, e.g. ("tokens", "mask"); all samples share the others. What a tokenizer of transformers returns is known.
         **hyperparameters: what the method takes, e.g. lr=1e-3. Without lr the method's default is used, and the repr of the
@@ -485,7 +491,7 @@ def adapt(
         >>> classifier(torch.randn(8, 4)).shape
         torch.Size([8, 3])
     """
-    engine = Engine.of(
+    engine = Engine(
         model,
         method,
         objective=objective,
@@ -495,6 +501,7 @@ def adapt(
         channels_last=channels_last,
         ranks=Ranks.of(ranks),
         per_sample=per_sample,
+        class_dim=class_dim,
         **hyperparameters,
     )
     return Adapter(engine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from come.method import Frozen
 from come.model.batchnorm import Layer, StatisticsRule, moments, toward, unit_statistics
 from come.model.copies import replaced
 from come.model.functional import FunctionalModel
-from come.model.inputs import Inputs, at_least_float32, logits_of
+from come.model.inputs import Inputs, at_least_float32, logits_of, unchecked_logits
 from come.state.files import replacing, unwritable
 from come.step.transition import PRIOR
 
@@ -84,10 +83,8 @@ class _Logits(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = self.model(*args, **kwargs)
-        if isinstance(out, Tensor):
-            return out
-        return out["logits"] if isinstance(out, Mapping) else out.logits  # type: ignore[no-any-return]
+        logits: Tensor = unchecked_logits(self.model(*args, **kwargs))
+        return logits
 
 
 def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) -> nn.Module:
@@ -140,7 +137,6 @@ def write(model: nn.Module, path: Path, example: Inputs) -> None:
 
     The exported model takes any batch size; all else about its inputs is fixed as in `example`, 2 or more samples.
     """
-    check(path, example)
     batch = torch.export.Dim("batch", min=1)
     free = example.map_samples(lambda _: {0: batch}, lambda _: None)
     shapes = ({"args": free.args} if free.args else {}) | ({"kwargs": free.kwargs} if free.kwargs else {})

@@ -25,14 +25,12 @@ from come.method import Method, Step
 from come.methods import DEFAULT
 from come.model.copies import Precision
 from come.model.inputs import at_least_float32
-from come.model.locks import ModelLock, exclusive
+from come.model.locks import exclusive, untracked
 from come.objectives import Objective
 from come.state import saving
 from come.state.trees import replace
-from come.step.context import untracked
 from come.step.engine import Engine
-from come.step.events import report
-from come.step.state import StreamState
+from come.step.transition import StreamState
 from come.streams.groups import Groups, StreamRows
 from come.streams.names import Name, checked_name, checked_names, file_name, names_of_samples, read_index, write_folder
 from come.streams.store import Residency, Stream
@@ -67,8 +65,8 @@ class Fleet:
         folder: where streams go that are not resident, while the fleet lives: into a folder of its own in this one, which
             must exist. To keep states use `save`.
         guard: as in `come.adapt`; a policy "raise" would stop all streams, and is refused.
-        precision, compile, channels_last, per_sample: as in `come.adapt`. Each number of streams and of samples is compiled by
-            itself, so that pays where these repeat.
+        precision, compile, channels_last, per_sample, class_dim: as in `come.adapt`. Each number of streams and of samples is
+            compiled by itself, so that pays where these repeat.
         **hyperparameters: what the method takes; of all streams, see `open` for one.
 
     Example:
@@ -93,6 +91,7 @@ class Fleet:
         compile: bool = False,
         channels_last: bool = False,
         per_sample: Sequence[Name] | None = None,
+        class_dim: int = 1,
         **hyperparameters: Any,
     ) -> None:
         names = checked_names(streams)
@@ -105,7 +104,7 @@ class Fleet:
             )
         if folder is not None and not Path(folder).is_dir():
             raise ConfigError(f"folder must be a folder that exists, got {shown(str(folder))}")
-        self._engine = Engine.of(
+        self._engine = Engine(
             model,
             method,
             objective=objective,
@@ -114,6 +113,7 @@ class Fleet:
             compile=compile,
             channels_last=channels_last,
             per_sample=per_sample,
+            class_dim=class_dim,
             **hyperparameters,
         )
         self._groups = Groups(self._engine)
@@ -128,10 +128,6 @@ class Fleet:
         self._residency.check_room(len(names), {})
         for name in names:
             self.open(name)
-
-    @property
-    def _lock(self) -> ModelLock:
-        return self._engine.lock
 
     @exclusive
     @untracked()
@@ -160,7 +156,7 @@ class Fleet:
         inputs = engine.model.read((x,))
         rows = self._ready(streams, inputs.size)
         first = any(self._state(name).state is None for name in rows)
-        engine.method.check(engine.context(engine.first(), inputs.size), inputs, first)
+        engine.method.check(engine.context(engine.first(), inputs.size), inputs.for_model(), first)
         parts, events = [], list[tuple[str, Event]]()
         for name, mine in rows.items():
             state, said = engine.begun(self._state(name))
@@ -192,8 +188,8 @@ class Fleet:
         return out._replace(abstain=self._abstains(out.logits, calibrated)) if calibrated else out
 
     def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each sample, (B, K) -> (B,) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(logits)
+        """How little is known of each answer, (B, K, *P) -> (B, *P) in [0, 1]; to abstain, `calibrate` a threshold."""
+        return self._engine.objective.uncertainty(self._engine.classes_last(logits))
 
     @exclusive
     def confidence(self, logits: Tensor, streams: Any, valid: Tensor | None = None) -> Tensor:
@@ -203,7 +199,8 @@ class Fleet:
             for name, rows in self._ready(streams, len(logits)).items():
                 known = self._state(name).abstention
                 by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(rows)
-            found = at_least_float32(logits).new_zeros(len(logits))
+            logits = self._engine.classes_last(logits)
+            found = at_least_float32(logits).new_zeros(logits.shape[:-1])
             for score, rows in by_score.items():
                 at = index(rows, logits.device)
                 good = None if valid is None else valid[at]
@@ -243,12 +240,13 @@ class Fleet:
 
     @exclusive
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
-        """Which of the answers not to rely on, (B, K) -> (B,) bool; `streams` as in `step`."""
+        """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool; `streams` as in `step`."""
         with untracked():
             return self._abstains(logits, self._ready(streams, len(logits)))
 
     def _abstains(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
-        found = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        logits = self._engine.classes_last(logits)
+        found = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
         for name, mine in rows.items():
             at, known = index(mine, logits.device), self._state(name).abstention
             if known is None:
@@ -261,7 +259,7 @@ class Fleet:
             if event.kind == "probabilities" and event.kind in self._warned:  # of the model, not of the stream: once
                 continue
             details = event.details | {"stream": name}
-            failed = report(self._engine, [event._replace(message=f"stream {name}: {event.message}", details=details)])
+            failed = self._engine.report([event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
             if (
@@ -270,7 +268,7 @@ class Fleet:
                 and isinstance(stream.state, StreamState)
                 and stream.state.watch is not None
             ):
-                state = replace(stream.state, watch=stream.state.watch.counted(failed))
+                state = stream.state._replace(watch=stream.state.watch.counted(failed))
                 self._streams = self._streams | {name: replace(stream, state=state)}
 
     # ---- streams ----

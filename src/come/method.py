@@ -1,26 +1,35 @@
-"""`Method`: a configuration, and the function `adapt`, which predicts a batch and adapts to it through a `Context`."""
+"""`Method`: a configuration, and the function `adapt`, which predicts a batch and adapts to it through a `Context`.
+
+A method changes nothing in place: it assigns new tensors to `ctx.state` and calls `ctx.descend`. `come.step.transition` decides
+whether they are kept.
+"""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from come import objectives
 from come.errors import ConfigError, ModelError, require, require_int, require_number, shown
-from come.model.batchnorm import StatisticsRule
+from come.model.batchnorm import BatchStatistics, Layer, Statistics, StatisticsRule
+from come.model.functional import FunctionalModel
+from come.model.heads import Head
 from come.model.inputs import Inputs
+from come.model.positions import Located, anywhere
 from come.objectives import Objective
-from come.optim import OptimizerFactory, adam, sgd
+from come.optim import Moments, OptimizerFactory, Rule, adam, chosen, descended, sgd, still_finite
 from come.registry import Registry
+from come.registry import converted as converted
 from come.select import Selector, norm_affine
-from come.step.context import Context as Context
 
 
 class Step(NamedTuple):
@@ -49,29 +58,6 @@ class Frozen(NamedTuple):
     """Name and new weights (K, d) of the linear layer that gives the logits; it gets no bias."""
 
 
-Given = TypeVar("Given")
-Kept = TypeVar("Kept")
-
-
-class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
-    """A dataclass field that converts its values, and its default: `objective="em"` becomes a `Softmax()`."""
-
-    def __init__(self, convert: Callable[[Given], Kept], default: Given) -> None:
-        self.convert, self.default = convert, default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = f"_{name}"
-
-    def __get__(self, method: object | None, owner: type | None = None) -> Kept:
-        """The converted value; of the class, the default."""
-        found: Kept = self.default if method is None else getattr(method, self.name)  # type: ignore[assignment]
-        return found
-
-    def __set__(self, method: object, value: Given) -> None:
-        """Convert and store."""
-        setattr(method, self.name, self.convert(value))
-
-
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
     """Mean of `values` (N, ...) over the rows in `used` (N,); 0, with a zero gradient, if there are none.
 
@@ -81,6 +67,262 @@ def masked_mean(values: Tensor, used: Tensor) -> Tensor:
     """
     mask = used if values.ndim == 1 else used.view(-1, *[1] * (values.ndim - 1))
     return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
+
+
+Written = tuple[Tensor, Tensor, Tensor]
+"""An entry of a method's memory, the rows of it that were overwritten, and what was in them."""
+
+
+class NotCapturable(Exception):  # noqa: N818 - not an error: the step runs without a CUDA graph
+    """A step that cannot be captured as a CUDA graph, and why."""
+
+
+class Context(Located):
+    """The current weights, the method's memory, the model, and the batch's circumstances."""
+
+    def __init__(
+        self,
+        model: FunctionalModel,
+        rule: Rule | None,
+        source: Tensor,
+        fixed: dict[str, Any],
+        *,
+        weights: Tensor,
+        moments: Moments,
+        state: dict[str, Tensor],
+        lr: Tensor,
+        valid: Tensor,
+        count: int | None,
+        seeded: Callable[[], torch.Generator],
+        share: Tensor | float | None = None,
+        guarded: bool = False,
+        few: bool = False,
+        written: list[Written] | None = None,
+        ignore: Tensor | None = None,
+        refuses: str = "",
+    ) -> None:
+        super().__init__(valid, ignore, refuses)
+        self.model, self.rule, self.guarded = model, rule, guarded
+        self.source = source
+        """(P,): the adapted parameters of the source model."""
+        self.fixed = fixed
+        """What `Method.setup` has found."""
+        self.leaf: Callable[[Tensor], Tensor] = model.leaf
+        """Makes of values a tensor of their own that gradients can be taken with respect to."""
+        self.weights = self.leaf(weights)
+        """(P,): the adapted parameters now, in float32 or better. See `Context.named` for the single ones."""
+        self.moments = moments
+        """Moments of the optimizer."""
+        self.state = dict(state)
+        """What the method remembers. Assign new tensors; do not change them in place."""
+        self.lr = lr
+        """0-d: the learning rate of this step."""
+        self._count = count
+        self._seeded = seeded
+        self.share = share
+        """Of the batch's statistics in what BatchNorm normalizes by; None: the source's alone."""
+        self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
+        """0-d bool: whether every gradient and update so far was finite."""
+        self.few = few
+        """Whether so few samples drove the last update that a second forward of such few is cheaper than a whole backward."""
+        self.selected: float | None = None
+        """The share of the samples that `again` was asked for."""
+        self.written: list[Written] = [] if written is None else written
+        """What `put` has overwritten."""
+
+    @property
+    def count(self) -> int:
+        """Batches before this one. A step that asks for it cannot be replayed as a CUDA graph, where it would not change."""
+        if self._count is None:
+            raise NotCapturable("it asks for the number of the batch")
+        return self._count
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Random numbers, seeded for this step: runs repeat, and a resumed stream draws the same."""
+        return self._seeded()
+
+    # ---- the model ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def batch_norms(self) -> list[Layer]:
+        """The BatchNorm layers of the model with the source's statistics."""
+        return self.model.layers()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What BatchNorm normalizes by in this step."""
+        return None if self.share is None else BatchStatistics(self.share)
+
+    def named(self, weights: Tensor) -> dict[str, Tensor]:
+        """A vector (P,) as one tensor for each adapted parameter, by name."""
+        return self.model.named(weights)
+
+    def forward(
+        self,
+        x: Inputs,
+        weights: Tensor | None = None,
+        *,
+        statistics: Statistics | Literal["own"] = "own",
+        hooks: Sequence[Callable[[], Any]] = (),
+        size: int | None = None,
+        sparing: bool = False,
+    ) -> Tensor:
+        """Logits (N, K) of the model on `x`, checked: a row for each sample, and for each of its positions if it has any.
+
+        Args:
+            x: the batch.
+            weights: (P,) in place of `ctx.weights`, e.g. a teacher's or the source's.
+            statistics: what BatchNorm normalizes by; "own" is the rule of this step.
+            hooks: functions that register a hook and return its handle; they last for this call.
+            size: how many rows the model returns, if not one for each sample.
+            sparing: without a gradient if few samples will need one, see `again`.
+        """
+        with torch.no_grad() if sparing and self.few and self.separate else nullcontext():
+            return self.rows(self.maps(x, weights, statistics=statistics, hooks=hooks, size=size))
+
+    def maps(
+        self,
+        x: Inputs,
+        weights: Tensor | None = None,
+        *,
+        statistics: Statistics | Literal["own"] = "own",
+        hooks: Sequence[Callable[[], Any]] = (),
+        size: int | None = None,
+    ) -> Tensor:
+        """What `forward` returns as rows, in one piece: logits (B, K, *P); of views in other sizes, too."""
+        rule = self.statistics if statistics == "own" else statistics
+        weights = self.weights if weights is None else weights
+        if self.model.ranks is not None:
+            return self.model.ranks.forward(self.model, x, weights, rule, hooks)
+        return self.model.logits(self.model.call(x, weights, rule, hooks), x.size if size is None else size)
+
+    @property
+    def separate(self) -> bool:
+        """Whether some samples can go through the model without the others.
+
+        Not with BatchNorm on statistics of the batch, and not in a compiled step, whose shapes are fixed.
+        """
+        return self.share is None and self._count is not None and not self.model.compiled
+
+    def forward_where(self, x: Inputs, mask: Tensor, weights: Tensor | None = None, **how: Any) -> Tensor:
+        """Logits (N, K) that are right where the mask (N,) is true; elsewhere they may be zeros, to save work."""
+        if not self.separate:
+            return self.forward(x, weights, **how)
+        rows = anywhere(mask, self.positions).nonzero()[:, 0]
+        if len(rows) == x.size:
+            return self.forward(x, weights, **how)
+        if not len(rows):
+            rows = torch.zeros(1, dtype=torch.int64, device=mask.device)  # so that there is a gradient, of zero
+        part = self.forward(x.take(rows), weights, **how)
+        if self.positions:
+            rows = torch.arange(len(mask), device=mask.device).view(x.size, -1)[rows].flatten()
+        return part.new_zeros(len(mask), part.shape[1]).index_copy(0, rows, part)
+
+    def again(self, x: Inputs, used: Tensor, logits: Tensor) -> Tensor | None:
+        """Logits with a gradient where `used` (N,) is true, if `forward(x, sparing=True)` gave `logits` without one."""
+        if not self.separate:
+            return None
+        self.selected = int(anywhere(used, self.positions).sum()) / x.size
+        return None if logits.requires_grad else self.forward_where(x, used)
+
+    def features(self, x: Inputs, **how: Any) -> tuple[Tensor, Tensor]:
+        """What goes into the classifier head (B, d), and the logits (B, K); `setup` must have put a `Head` into "head"."""
+        head: Head = self.fixed["head"]
+        if self.model.ranks is not None and not how:
+            return self.model.ranks.features(self.model, x, self.weights, self.statistics, head)
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def register() -> Any:
+            return head.linear.register_forward_hook(lambda _, inputs, out: seen.append((inputs[0], out)))
+
+        logits = self.forward(x, hooks=[register, *how.pop("hooks", ())], **how)
+        return head.pick(seen, logits), logits
+
+    def classes(self, x: Inputs) -> int:
+        """K: how many classes the model has; found by one forward, once."""
+        if "classes" not in self.fixed:
+            with torch.no_grad():
+                self.fixed["classes"] = self.forward(x, statistics=None).shape[1]
+            self.fixed["dense"] = self.dense
+        found: int = self.fixed["classes"]
+        return found
+
+    def drawn(self, draw: Callable[[Tensor, torch.Generator], Tensor], values: Tensor) -> Tensor:
+        """What `draw(values, generator)` makes of a tensor with the random numbers of this step."""
+        return self.model.drawn(draw, values, self.generator)
+
+    # ---- descending ----
+
+    def gradient(self, loss: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Gradient (P,) of the scalar `loss` with respect to `ctx.weights`, or to the `weights` that it was computed with."""
+        weights = self.weights if weights is None else weights
+        scale = self.model.loss_scale
+        found = self.model.gradient(loss * scale if scale != 1 else loss, weights)
+        if found is None:
+            raise ModelError(
+                f"no gradient reaches the {len(self.model.shapes)} adapted parameter(s) of "
+                f"{type(self.model.model).__name__}; does its forward run under no_grad, or detach its output?"
+            )
+        if self.guarded:
+            self.ok = self.model.fused(still_finite)(self.ok, found)
+        return found / scale if scale != 1 else found
+
+    def descend(self, loss: Tensor, go: Tensor | None = None) -> None:
+        """One optimizer step down the gradient of the scalar `loss`.
+
+        Where the 0-d bool tensor `go` is false nothing moves, neither weights nor moments; it is read on the device.
+        """
+        self.descend_along(self.gradient(loss), go)
+
+    @torch.no_grad()
+    def descend_along(self, gradient: Tensor, go: Tensor | None = None) -> None:
+        """One optimizer step along a given gradient (P,); see `descend`."""
+        assert self.rule is not None
+        step = self.model.fused(descended) if isinstance(self.rule, (sgd, adam)) else descended
+        largest = self.model.largest() if self.guarded else None
+        weights, self.moments, fine = step(
+            self.rule, self.weights.detach(), gradient, self.moments, self.lr, go, largest
+        )
+        self.weights = self.leaf(weights)
+        if fine is not None:
+            self.ok = self.ok & fine
+
+    @torch.no_grad()
+    def recover(self, where: Tensor, *, moments: bool = True) -> None:
+        """Put the weights back to their source values, and the moments to zero, where the 0-d bool tensor is true."""
+        self.weights = self.leaf(torch.where(where, self.source, self.weights))
+        if moments:
+            self.moments = chosen(where, {k: torch.zeros_like(v) for k, v in self.moments.items()}, self.moments)
+
+    # ---- memory ----
+
+    @torch.no_grad()
+    def put(self, name: str, rows: Tensor, values: Tensor) -> None:
+        """Overwrite some rows of a large entry of `state` in place; undone if the step fails or is refused."""
+        entry = self.state[name]
+        self.written.append((entry, rows, entry[rows].clone()))
+        entry[rows] = values.to(entry)
+
+    @torch.no_grad()
+    def keep_where(self, ok: Tensor) -> None:
+        """Take back what `put` has written where the 0-d bool tensor is false."""
+        for entry, rows, before in reversed(self.written):
+            entry[rows] = torch.where(ok.to(entry.device), entry[rows], before)
+
+
+@torch.no_grad()
+def undo(written: list[Written]) -> None:
+    """Take back all that `Context.put` has written, latest first; may be called again."""
+    while written:
+        entry, rows, before = written[-1]
+        entry[rows] = before
+        written.pop()
 
 
 @dataclass(kw_only=True, eq=False)

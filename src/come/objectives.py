@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import ConfigError, InputError, require, shown, unknown
-from come.model.inputs import at_least_float32
 from come.model.positions import by_rows
 from come.registry import Registry, parse
 
@@ -278,13 +277,10 @@ class Invariant(Objective):
 
     def log_mass(self, logits: Tensor) -> Tensor:
         """Log-beliefs and log-uncertainty, (..., K) -> (..., K + 1)."""
-        masked = logits.isneginf()
-        count = (~masked).sum(dim=-1, keepdim=True).clamp_min(1)
-        known = at_least_float32(logits).masked_fill(masked, 0)
-        centred = (known - known.sum(dim=-1, keepdim=True) / count).masked_fill(masked, -math.inf)
-        z = _prepare(centred, self.freeze_norm, 2.0, 1.0)
+        z = _prepare(logits, self.freeze_norm, 2.0, 1.0, centred=True)
         fixed = z.detach()
-        open_share = _entropy(_normalized(fixed))[..., None] / count.clamp_min(2).to(z.dtype).log()
+        count = (~logits.isneginf()).sum(dim=-1, keepdim=True).clamp_min(2)
+        open_share = _entropy(_normalized(fixed))[..., None] / count.to(z.dtype).log()
         u = open_share.clamp(SMALLEST_NORM, self.most)
         ignorance = torch.logsumexp(fixed, dim=-1, keepdim=True) + u.log() - (-u).log1p()
         return _normalized(torch.cat([z, ignorance], dim=-1))
@@ -295,14 +291,20 @@ def _check_norm(p: float, tau: float) -> None:
     require(0 < tau < math.inf, "tau", tau, "a positive number")
 
 
-def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float) -> Tensor:
-    """Check the class axis, convert to float32 or better, apply Eq. 9 to the classes that are not masked by -inf."""
+def _prepare(logits: Tensor, freeze_norm: bool, p: float, tau: float, centred: bool = False) -> Tensor:
+    """Check the class axis, convert to float32 or better, apply Eq. 9 to the classes that are not masked by -inf.
+
+    `centred`: after subtracting the mean of these classes.
+    """
     if logits.ndim < 1 or logits.shape[-1] < 2:
         raise InputError(f"logits must be (..., K) with K >= 2 classes, got shape {tuple(logits.shape)}")
     if not logits.is_floating_point():
         raise InputError(f"logits must be floating point, got {logits.dtype}: call .float()")
     masked = logits.isneginf()
-    z = at_least_float32(logits).masked_fill(masked, 0)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(masked, 0)
+    if centred:
+        mean = z.sum(dim=-1, keepdim=True) / (~masked).sum(dim=-1, keepdim=True).clamp_min(1)
+        z = (z - mean).masked_fill(masked, 0)
     if freeze_norm and torch.is_grad_enabled():  # it changes only the gradient
         z = hold_norm(z, p)
     return (z if tau == 1 else z * tau).masked_fill(masked, MASKED)

@@ -174,3 +174,63 @@ def get(optimizer: str | sgd | adam | OptimizerFactory, split: Split, join: Join
             f"optimizer must be 'sgd', 'adam' or a function (parameters, lr) -> torch optimizer, got {shown(optimizer)}"
         )
     return TorchRule(optimizer, split, join)
+
+
+# ---- which updates are kept ----
+
+
+def descended(
+    rule: Rule,
+    weights: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    lr: Tensor,
+    go: Tensor | None,
+    largest: float | None,
+) -> tuple[Tensor, Moments, Tensor | None]:
+    """Weights and moments after a step of the optimizer, where it may go and is sound; and whether it was (0-d bool).
+
+    Sound is what is finite and, for the weights, below `largest`; with None nothing is looked at.
+    """
+    new, later = rule.update(weights, gradient, moments, lr)
+    fine = None
+    if largest is not None:
+        sound = _largest(new) < largest
+        for moment in later.values():
+            if moment.device == sound.device and moment.is_floating_point():
+                sound = sound & (_largest(moment) < torch.inf)
+        fine = sound if go is None else sound | ~go
+        go = sound if go is None else go & sound
+    if go is not None:
+        new, later = torch.where(go, new, weights), chosen(go, later, moments)
+    return new, later, fine
+
+
+def still_finite(ok: Tensor, values: Tensor) -> Tensor:
+    """`ok` (0-d bool), and all values are finite."""
+    return ok & (_largest(values) < torch.inf)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Largest entry by size, 0-d; NaN if there is one."""
+    return values.abs().amax()
+
+
+def chosen(where: Tensor, new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`new` where the 0-d bool tensor is true, else `old`; read on the device, but for entries that are elsewhere.
+
+    Example:
+        >>> chosen(torch.tensor(False), {"a": torch.ones(1)}, {"a": torch.zeros(1)})
+        {'a': tensor([0.])}
+    """
+    if new.keys() != old.keys():
+        return new if bool(where) else old
+
+    def one(name: str) -> Tensor:
+        if new[name] is old[name]:
+            return new[name]
+        if new[name].device == where.device and new[name].shape == old[name].shape:
+            return torch.where(where, new[name], old[name])
+        return new[name] if bool(where) else old[name]
+
+    return {name: one(name) for name in new}

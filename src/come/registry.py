@@ -175,3 +175,26 @@ def literal(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
+
+
+class converted(Generic[Given, Kept]):  # noqa: N801 - reads as the value it is
+    """A dataclass field that converts its values, and its default: `objective="em"` becomes a `Softmax()`."""
+
+    def __init__(self, convert: Callable[[Given], Kept], default: Given) -> None:
+        self.convert, self.default = convert, default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, method: object | None, owner: type | None = None) -> Kept:
+        """The converted value; of the class, the default."""
+        found: Kept = self.default if method is None else getattr(method, self.name)  # type: ignore[assignment]
+        return found
+
+    def __set__(self, method: object, value: Given) -> None:
+        """Convert and store."""
+        setattr(method, self.name, self.convert(value))

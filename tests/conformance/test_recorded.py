@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -123,7 +122,7 @@ def test_eata(case, recorder, source_batches):
         # Published: the average survives a reset. Ours forgets it, so the leak is put back by hand.
         leaking = method.state
         method.reset()
-        method._state = replace(method._state, state=leaking)
+        method._state = method._state._replace(state=leaking)
         case.close("after_reset_logits", after_reset(method, case))
         if "fresh_logits" in case:
             method.reset()

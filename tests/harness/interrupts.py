@@ -267,7 +267,7 @@ def adapter_under_signals(times: int, seed: int = 0) -> int:
         check_torch(where)
         check_locks(where)
         others.check(where)
-        one._lock.run(lambda: model.check(where))  # between steps of the other thread
+        one._engine.lock.run(lambda: model.check(where))  # between steps of the other thread
         state, count = one.state_dict(), one.count
         assert last <= count <= 1 + steps, f"{where}: {count} steps of {steps}"
         assert int(state["count"]) == count, f"{where}: {count}"
@@ -294,7 +294,7 @@ def fleet_under_signals(times: int, seed: int = 0) -> int:
         check_torch(where)
         check_locks(where)
         others.check(where)
-        fleet._lock.run(lambda: model.check(where))
+        fleet._engine.lock.run(lambda: model.check(where))
         counts = {fleet.count(name) for name in "012"}
         assert len(counts) == 1, f"{where}: {counts}"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 
 from come.errors import StateError, saved_number
 from come.guard.config import Event, Guard
-from come.guard.samples import REMEMBERED, UNUSUAL, no_history
-from come.guard.signals import SIGNALS, Bands
+from come.guard.signals import REMEMBERED, SIGNALS, UNUSUAL, Bands, no_history
 from come.guard.verdict import CLOSE, LIMIT, LOSS, SURE, TRIAL, Verdict, collapsed, narrow, renewed, surer
-from come.state.trees import replace
 
 LAG = 2  # steps after which the signals of a step are read
 WINDOW = 64  # samples; signals are averaged over windows
@@ -42,6 +39,7 @@ _NAMES = {
     "distance": "distance from the source weights",
 }
 _EMPTY = (0.0,) * len(SIGNALS)
+_NOTHING: Mapping[str, int] = {}
 
 
 class Sent(NamedTuple):
@@ -72,14 +70,13 @@ def to_host(values: Tensor) -> tuple[Tensor, Any]:
     return there, arrived
 
 
-@dataclass(frozen=True)
-class Watch:
+class Watch(NamedTuple):
     """The guard's state of one adapter."""
 
     bands: Bands
-    history: Tensor  # (9,): typical magnitudes of the last batches, see `come.guard.samples`
+    history: Tensor  # (9,): typical magnitudes of the last batches, see `come.guard.signals`
     steps: int = 0  # over the life of the adapter, as the counters of events
-    counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    counters: Mapping[str, int] = _NOTHING
     pending: tuple[Sent, ...] = ()
     latest: tuple[float, ...] = ()  # the last signals that were read
     row: tuple[float, ...] = _EMPTY  # the current window: sums of signals, samples, valid samples
@@ -105,11 +102,11 @@ class Watch:
     def anew(self, guard: Guard, chooses: bool) -> Watch:
         """After a reset by the user: new but for the counters, and signals on their way are still reported."""
         new = Watch.new(guard, self.history.device, chooses)
-        return replace(new, steps=self.steps, counters=self.counters, pending=self._past())
+        return new._replace(steps=self.steps, counters=self.counters, pending=self._past())
 
     def forgotten(self, guard: Guard) -> Watch:
         """After a reset by the method itself: the usual signals are learned anew, all else stays."""
-        return replace(self, bands=Bands(guard.warmup), outside=0)
+        return self._replace(bands=Bands(guard.warmup), outside=0)
 
     def _past(self) -> tuple[Sent, ...]:
         return tuple(sent._replace(past=True) for sent in self.pending)
@@ -132,25 +129,25 @@ class Watch:
         for event in events:
             many = event.details.get("samples", 1) if event.kind in _OF_SAMPLES else 1
             counters[event.kind] = counters.get(event.kind, 0) + int(many)
-        return replace(self, counters=counters)
+        return self._replace(counters=counters)
 
     # ---- when the source is checked ----
 
-    def asks(self) -> Watch:
+    def _asks(self, checks: bool) -> Watch:
         """Start a source check if one is due."""
-        if self.asking or self.frozen or self.age < self.due:
+        if not checks or self.asking or self.frozen or self.age < self.due:
             return self
-        return replace(self, asking=True, asked=0, sums=None if self.sums is None else renewed(self.sums))
+        return self._replace(asking=True, asked=0, sums=None if self.sums is None else renewed(self.sums))
 
     def stepped(self, guard: Guard, sent: Sent, history: Tensor, sums: Tensor | None, chooses: bool) -> Watch:
         """After a step; `sums` are those of the source check that it took part in, if any."""
-        watch = replace(self, history=history, steps=self.steps + 1, age=self.age + sent.batch)
+        watch = self._replace(history=history, steps=self.steps + 1, age=self.age + sent.batch)
         if sums is None:
-            return replace(watch, pending=(*self.pending, sent))
+            return watch._replace(pending=(*self.pending, sent))
         asked = self.asked + sent.batch
         ended = asked >= guard.samples
-        watch = replace(watch, pending=(*self.pending, sent._replace(asked=ended)), sums=sums, asked=asked)
-        return replace(watch, asking=False, due=watch._next(0.0, chooses)) if ended else watch
+        watch = watch._replace(pending=(*self.pending, sent._replace(asked=ended)), sums=sums, asked=asked)
+        return watch._replace(asking=False, due=watch._next(0.0, chooses)) if ended else watch
 
     def _next(self, moved: float, chooses: bool) -> int:
         """Age of the next check, if the answers have moved this much so far."""
@@ -162,10 +159,16 @@ class Watch:
 
     # ---- reading signals ----
 
-    def read(self, guard: Guard, chooses: bool) -> tuple[Watch, list[Event], Event | None]:
-        """Read the signals that are due; `chooses`: whether the guard chooses BatchNorm statistics.
+    def read(self, guard: Guard, chooses: bool, checks: bool) -> tuple[Watch, list[Event], Event | None]:
+        """Read the signals that are due, and begin a source check if one is.
 
-        Returns the new watch, the events, and the one that `recovered` must follow: a collapse, or a change of statistics.
+        Args:
+            guard: its settings.
+            chooses: whether it chooses BatchNorm statistics.
+            checks: whether a source check can find anything.
+
+        Returns:
+            the new watch, the events, and the one that `recovered` must follow: a collapse, or a change of statistics.
         """
         watch, events, fallen = self, [], None
         while watch.pending and watch.pending[0].step <= watch.steps - LAG:
@@ -174,19 +177,22 @@ class Watch:
                 sent.arrived.synchronize()
             ok, invalid, unanswered, probabilities, *rest = sent.values.tolist()
             events += self._reported(guard, sent, ok, invalid, unanswered, probabilities)
-            watch = replace(watch, pending=tuple(left))
+            watch = watch._replace(pending=tuple(left))
             if sent.past or fallen is not None:
                 continue
             signals, valid = tuple(rest[: len(SIGNALS)]), sent.batch - invalid - unanswered
             watch, seen = watch._windowed(guard, sent, signals, valid, chooses)
             events += seen
             if unanswered and not watch._checks:
-                watch = replace(watch, due=watch.age)
+                watch = watch._replace(due=watch.age)
             if sent.asked:
                 watch, event = watch._checked(guard, sent.step, Verdict(*rest[len(SIGNALS) :]), chooses)
                 events += [] if event is None else [event]
                 fallen = event if event is not None and event.kind in ("collapse", "statistics") else None
-        return watch.counted(events), events, fallen
+        watch = watch.counted(events)
+        if fallen is None or (fallen.kind == "collapse" and guard.policy == "warn"):
+            return watch._asks(checks), events, None
+        return watch, events, fallen
 
     def _reported(
         self, guard: Guard, sent: Sent, ok: float, invalid: float, unanswered: float, probabilities: float
@@ -212,45 +218,45 @@ class Watch:
         self, guard: Guard, sent: Sent, signals: tuple[float, ...], valid: float, chooses: bool
     ) -> tuple[Watch, list[Event]]:
         """Add a step's signals to the window; compare a full one with the bands."""
-        watch = replace(self, latest=signals)
+        watch = self._replace(latest=signals)
         if not (valid > 0 and math.isfinite(sum(signals))):
             return watch, []
         row = tuple([a + valid * b for a, b in zip(self.row, signals, strict=True)])
         size, total = self.row_size + sent.batch, self.row_valid + valid
         if size < WINDOW:
-            return replace(watch, row=row, row_size=size, row_valid=total), []
+            return watch._replace(row=row, row_size=size, row_valid=total), []
         row = tuple(value / total for value in row)
-        watch = replace(watch, row=_EMPTY, row_size=0, row_valid=0.0)
+        watch = watch._replace(row=_EMPTY, row_size=0, row_valid=0.0)
         if watch._checks:
             return watch, []
         confidence, level = row[SIGNALS.index("confidence")], watch.level
         if chooses and level >= 0 and abs(confidence - level) > CHANGED:
-            watch = replace(watch, age=0, due=0, sums=None, level=-1.0)  # the sums are of another stream
+            watch = watch._replace(age=0, due=0, sums=None, level=-1.0)  # the sums are of another stream
         else:
-            watch = replace(watch, level=confidence if level < 0 else level + FOLLOWED * (confidence - level))
+            watch = watch._replace(level=confidence if level < 0 else level + FOLLOWED * (confidence - level))
         outside = watch.bands.outside(row) if watch.bands.ready else {}
-        watch = replace(watch, bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
+        watch = watch._replace(bands=watch.bands.learned(row), outside=watch.outside + 1 if outside else 0)
         if watch.outside != guard.patience:
             return watch, []
         found = dict(zip(SIGNALS, row, strict=True))
         words = ", ".join(f"{_NAMES.get(name, name)} {found[name]:.3g} (limit {outside[name]:.3g})" for name in outside)
         message = f"{words} for {guard.patience} windows: source check due"
         event = Event("suspicious", sent.step, message, {name: found[name] for name in outside})
-        return replace(watch, due=watch.age), [event]
+        return watch._replace(due=watch.age), [event]
 
     def _checked(self, guard: Guard, step: int, found: Verdict, chooses: bool) -> tuple[Watch, Event | None]:
         """React to the result of a source check."""
-        suspicious, watch = self.outside > 0, replace(self, outside=0)
+        suspicious, watch = self.outside > 0, self._replace(outside=0)
         if not found.samples:
             message = "no finite logits from adapted and source model: the weights of the model are damaged"
             return watch, Event("unanswered", step, message, {"samples": 0.0})
-        watch, checked = replace(watch, agreement=found.agreement), f"{found.samples:.0f} samples checked"
+        watch, checked = watch._replace(agreement=found.agreement), f"{found.samples:.0f} samples checked"
         agreement = f"agreement with the source model {found.agreement:.2f}"
         if not (watch.trusted or chooses):  # the source answers in place of a method without weights
             if found.agreement < TRIAL:
                 return watch, None
             message = f"{agreement} (limit {TRIAL:.2f}), {checked}: the method answers again"
-            return replace(watch, trusted=True), Event("raised", step, message, {"agreement": found.agreement})
+            return watch._replace(trusted=True), Event("raised", step, message, {"agreement": found.agreement})
         details: dict[str, float | str] = dict(found._asdict())
         if chooses and bool(surer(found, watch.trusted)) != watch.trusted:
             source = found.confidence - (found.gain if watch.trusted else 0)
@@ -259,30 +265,38 @@ class Watch:
                 f"{source + found.gain:.2f} with batch statistics, {source:.2f} with the source's, {checked}"
             )
             return watch, Event("statistics", step, message, details)
-        renewed_bands = replace(watch, bands=Bands(guard.warmup))
+        renewed_bands = watch._replace(bands=Bands(guard.warmup))
         if bool(collapsed(found)):
             event = Event("collapse", step, f"collapse: {agreement} (limit {_limit(found)}), {checked}", details)
             return renewed_bands if guard.policy == "warn" else watch, event
         if suspicious:
             watch = renewed_bands  # the data has changed, not the model
-        watch = replace(watch, due=min(watch.due, watch._next(1 - found.agreement, chooses)))
+        watch = watch._replace(due=min(watch.due, watch._next(1 - found.agreement, chooses)))
         message = f"healthy: {agreement}, {checked}"
         return watch, Event("healthy", step, message, details)
 
-    def recovered(self, guard: Guard, cause: Event, weightless: bool = False) -> tuple[Watch, list[Event]]:
-        """After a collapse or a change of statistics: the new watch, and what to report."""
-        base = replace(self, age=0, due=0, outside=0, asking=False, asked=0, level=-1.0, pending=self._past())
+    def recovered(self, guard: Guard, cause: Event, weightless: bool, checks: bool) -> tuple[Watch, list[Event]]:
+        """After a collapse or a change of statistics: the new watch, and what to report.
+
+        `weightless`: putting weights or statistics back to the source's changes nothing; `checks` as in `read`.
+        """
+        base = self._replace(age=0, due=0, outside=0, asking=False, asked=0, level=-1.0, pending=self._past())
+        events = []
         if cause.kind == "statistics":
-            return replace(base, trusted=not self.trusted), []
-        if guard.policy == "freeze":
-            message = "the source model answers until reset()"
-            return replace(base, frozen=True), [Event("frozen", cause.step, message, {})]
-        if weightless:
+            base = base._replace(trusted=not self.trusted)
+        elif guard.policy == "freeze":
+            base = base._replace(frozen=True)
+            events = [Event("frozen", cause.step, "the source model answers until reset()", {})]
+        elif weightless:
+            base = base._replace(trusted=False)
             message = "the source model answers until the method agrees with it again"
-            return replace(base, trusted=False), [Event("recovered", cause.step, message, {})]
-        scale = self.scale * min(guard.backoff, max(1, self.age / WINDOW) / HORIZON)
-        message = f"source weights restored, learning rate x {scale:g} until reset()"
-        return replace(base, scale=scale), [Event("recovered", cause.step, message, {"lr_scale": scale})]
+            events = [Event("recovered", cause.step, message, {})]
+        else:
+            scale = self.scale * min(guard.backoff, max(1, self.age / WINDOW) / HORIZON)
+            base = base._replace(scale=scale)
+            message = f"source weights restored, learning rate x {scale:g} until reset()"
+            events = [Event("recovered", cause.step, message, {"lr_scale": scale})]
+        return base.counted(events)._asks(checks), events
 
     # ---- what is reported and saved ----
 
@@ -355,12 +369,12 @@ class Watch:
         for sent in self.pending:
             if sent.arrived is not None:
                 sent.arrived.synchronize()
-        return replace(self, pending=tuple(sent._replace(arrived=None) for sent in self.pending))
+        return self._replace(pending=tuple(sent._replace(arrived=None) for sent in self.pending))
 
     def to(self, device: torch.device) -> Watch:
         """Move all tensors to a device."""
         sums = None if self.sums is None else self.sums.to(device)
-        return replace(self, history=self.history.to(device), sums=sums)
+        return self._replace(history=self.history.to(device), sums=sums)
 
 
 _NUMBERS: dict[str, tuple[type, float, float]] = {

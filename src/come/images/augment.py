@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from come.errors import InputError, require, require_int
 
-__all__ = ["Augment", "augmix", "jitter"]
+__all__ = ["Augment", "augmix", "jitter", "still"]
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Takes images (..., C, H, W) in [0, 1] and a generator on their device, returns a new tensor of the same shape, dtype and
@@ -63,6 +63,8 @@ class jitter:  # noqa: N801 - reads as the value it is: augment=jitter(strength=
         strength: s, scales all ranges, in [0, 2]; 0.5 is about the published "soft" view, and 0 leaves only flip and noise.
         noise: standard deviation of the noise, >= 0.
         flip: probability of the flip, in [0, 1].
+        move: whether to rotate, shift and scale. With move=False and flip=0 every pixel stays in its place, as it must where
+            pixels are labelled.
 
     Example:
         >>> images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -79,6 +81,7 @@ class jitter:  # noqa: N801 - reads as the value it is: augment=jitter(strength=
     strength: float = 1.0
     noise: float = 0.005
     flip: float = 0.5
+    move: bool = True
 
     def __post_init__(self) -> None:
         require(0 <= self.strength <= 2, "strength", self.strength, "in [0, 2]")
@@ -94,7 +97,8 @@ class jitter:  # noqa: N801 - reads as the value it is: augment=jitter(strength=
         if self.strength:
             change = (2 * draws[:9] - 1) * self.strength  # in [-s, s]
             x = _recolour(x, change[:5])
-            x = _move(x, change[5:])
+            if self.move:
+                x = _move(x, change[5:])
             x = _blur(x, SIGMA[0] + draws[9] * max(SIGMA[1] * self.strength - SIGMA[0], 0.0))
         if self.flip:
             x = torch.where(_each(draws[10] < self.flip), x.flip(-1), x)
@@ -102,6 +106,10 @@ class jitter:  # noqa: N801 - reads as the value it is: augment=jitter(strength=
             grain = torch.randn(x.shape, dtype=torch.float32, device=x.device, generator=generator)
             x = x + self.noise * grain
         return _like(x, images)
+
+
+still = jitter(move=False, flip=0)
+"""`jitter` of colour and sharpness alone: every pixel stays in its place."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ its gradient and momentum, the source and the teacher; views go through in chunk
 COME: C is the objective's consistency, so with opinions the K + 1 masses replace the K probabilities. The paper only says that
 the objective is replaced; this is our interpretation.
 
+Where the answer has positions (pixels), each decides by itself whether the source is sure of it, and the views are images in
+several sizes, as they are and mirrored (`come.images.geometry.flip_scale`), undone on the logits before these are averaged. A
+sensible `confident` is then about 0.7.
+
 Deviations from the published code: every image of every view gets its own random transformation, where that code draws one
 transformation for a whole batch; with BatchNorm each view is still normalized by its own statistics, though views share a
 forward.
@@ -31,10 +35,12 @@ from torch import Tensor
 
 from come.errors import require, require_int
 from come.images.augment import Augment, jitter
+from come.images.geometry import flip_scale
 from come.images.normalization import MeanStd, Normalization
 from come.method import Context, Frozen, Method, Step, converted, masked_mean, register
 from come.model.batchnorm import BatchStatistics
 from come.model.inputs import Inputs, at_least_float32
+from come.model.positions import by_rows, rows_of
 from come.select import Selector, layers
 
 Restore = Callable[[str, Tensor, int], Tensor]
@@ -50,7 +56,9 @@ class CoTTA(Method):
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         confident: p_th, from this mean confidence of the source model on no views are needed, in [0, 1].
         views: number of random views that the teacher sees otherwise; 0 never augments.
-        augment: makes views of images (V, B, C, H, W) in [0, 1] from a generator; None is `come.images.augment.jitter()`.
+        augment: makes views of images (V, B, C, H, W) in [0, 1] from a generator, where the answer has positions without moving
+            them; or a `come.images.geometry.flip_scale`. None is `come.images.augment.jitter()`, and `flip_scale()`
+            for logits with positions.
         alpha: how much of the teacher is kept at each step, in [0, 1].
         restore: share of the entries that are reset to the source after each step, or a function that gives the mask.
         chunk: largest number of images that go through the teacher at once.
@@ -73,7 +81,7 @@ class CoTTA(Method):
     normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     confident: float = 0.1
     views: int = 32
-    augment: Augment | None = None
+    augment: Augment | flip_scale | None = None
     alpha: float = 0.999
     restore: float | Restore = 0.01
     chunk: int = 256
@@ -118,26 +126,42 @@ class CoTTA(Method):
 
     def _target(self, ctx: Context, x: Inputs) -> Tensor:
         if self.views:
-            anchor = at_least_float32(ctx.forward(x, ctx.source))
+            sure = by_rows(lambda z: at_least_float32(z).softmax(dim=-1).amax(dim=-1), ctx.forward(x, ctx.source))
             # Whether 32 forwards are needed has to be known here, so this waits for the device.
-            if not bool(anchor.softmax(dim=1).amax(dim=1).mean() >= self.confident):
+            if ctx.dense:
+                unsure = ~(sure >= self.confident)
+                if bool(unsure.any()):
+                    return torch.where(unsure[:, None], self._over_views(ctx, x), ctx.forward(x, ctx.state["teacher"]))
+            elif not bool(sure.mean() >= self.confident):
                 return self._over_views(ctx, x)
         return ctx.forward(x, ctx.state["teacher"])
 
     def _over_views(self, ctx: Context, x: Inputs) -> Tensor:
         """Mean of the teacher's logits over the views."""
-        images = self.normalization.images(x.image("cotta"))
+        images, augment = self.normalization.images(x.image("cotta")), self.augment
+        if augment is None:
+            augment = flip_scale() if ctx.dense else jitter()
+        if isinstance(augment, flip_scale):
+            return self._over_sizes(ctx, x, images, augment)
         batch = len(images)
         at_once = max(1, self.chunk // batch)
         total = torch.zeros((), device=ctx.device)
         for begin in range(0, self.views, at_once):
             count = min(at_once, self.views - begin)
-            views = (self.augment or jitter())(images.expand(count, *images.shape), ctx.generator)
+            views = augment(images.expand(count, *images.shape), ctx.generator)
             inputs = x.with_image(self.normalization.inputs(views).flatten(0, 1))
             statistics = ctx.statistics if ctx.share is None or count == 1 else BatchStatistics(ctx.share, groups=count)
             logits = ctx.forward(inputs, ctx.state["teacher"], statistics=statistics)
-            total = total + torch.unflatten(logits, 0, (count, batch)).sum(dim=0)
+            total = total + torch.unflatten(logits, 0, (count, -1)).sum(dim=0)
         return total / self.views
+
+    def _over_sizes(self, ctx: Context, x: Inputs, images: Tensor, views: flip_scale) -> Tensor:
+        """The same for views of other sizes, whose logits are brought back to the pixels of the image."""
+        total, count = torch.zeros((), device=ctx.device), 0
+        for view, undo in views(images):
+            logits = ctx.maps(x.with_image(self.normalization.inputs(view)), ctx.state["teacher"])
+            total, count = total + (undo(logits, ctx.positions) if ctx.positions else logits), count + 1
+        return rows_of(total / count)
 
     def _restored(self, ctx: Context) -> Tensor:
         """(P,) bool: the entries that are reset to the source."""

@@ -14,6 +14,9 @@ Adapts the affine parameters of normalization layers, with BatchNorm on batch st
 known for the view of C (none with `consistency=False`). Two forwards and one backward per batch. The objective's masses m
 replace the softmax in S, C and H: with "em" these are the published formulae.
 
+Where the answer has positions (pixels), these are the samples i, and the view keeps every pixel in its place; the prior is of
+batches of separate samples, so `prior_correction` must be False.
+
 Deviations from the published code: the view is made of the whole batch and the weights mask it, where that code first cuts the
 batch down (with BatchNorm its statistics are then of fewer samples); the prior multiplies probabilities, as in the paper,
 where that code multiplies logits.
@@ -101,7 +104,7 @@ class ROID(Method):
         loss = soft_likelihood_ratio(mass)
         if self.consistency:
             images = self.normalization.images(x.image("roid"))
-            augment = self.augment or jitter(strength=0.5)
+            augment = self.augment or jitter(strength=0.5, move=not ctx.positions, flip=0.0 if ctx.positions else 0.5)
             view = self.normalization.inputs(ctx.drawn(lambda one, generator: augment(one[None], generator)[0], images))
             loss = loss + self.objective.consistency(ctx.forward(x.with_image(view)), logits, symmetric=True)
         used = weight > 0

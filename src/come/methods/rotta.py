@@ -14,6 +14,10 @@ Adapts the affine parameters of normalization layers and the statistics of Batch
 known, because the views are made of images in [0, 1]. One forward per batch; at each step two more and one backward. C is the
 objective's consistency; H, which ranks the memory, is the softmax entropy whatever the objective.
 
+Where the answer has positions (pixels), the memory holds whole images: the class of one is that of most of its positions, its
+uncertainty their mean, and `capacity` and `every` count images. Where one class covers most of all images it holds capacity/K.
+The view then keeps every pixel in its place.
+
 Memory: `capacity` images. Which sample enters depends on the one before it, so the ledger (three numbers per sample) is kept
 on the CPU and each batch waits for its predictions there; the images stay on the device.
 
@@ -30,11 +34,12 @@ import torch
 from torch import Tensor
 
 from come.errors import InputError, require, require_int
-from come.images.augment import Augment, jitter
+from come.images.augment import Augment, jitter, still
 from come.images.normalization import MeanStd, Normalization, same_size
 from come.method import Context, Frozen, Method, Step, converted, register
 from come.model.batchnorm import Layer, batch_statistics, following
 from come.model.inputs import Inputs
+from come.model.positions import anywhere, by_position
 from come.objectives import Softmax
 from come.optim import OptimizerFactory, adam, sgd
 
@@ -53,7 +58,7 @@ class RoTTA(Method):
         age_weight: how much age counts against a sample, >= 0.
         doubt_weight: how much entropy counts against a sample, >= 0.
         augment: makes the student's view of images (1, B, C, H, W) in [0, 1] from a generator; None is
-            `come.images.augment.jitter()`.
+            `come.images.augment.jitter()`, and `come.images.augment.still` for logits with positions.
         seed: of the views.
 
     Example:
@@ -134,7 +139,7 @@ class RoTTA(Method):
         with torch.no_grad():
             logits = self.predict(ctx, x)
         entropy = Softmax().entropy(logits)
-        label, doubt = logits.argmax(dim=1).tolist(), (entropy.double() / math.log(logits.shape[1])).tolist()
+        label, doubt = self._summary(ctx, logits, entropy.double() / math.log(logits.shape[1]))
         used = torch.zeros(len(images), dtype=torch.bool)
         begin = 0
         while begin < len(images):  # up to the next step, or to the end of the batch
@@ -146,7 +151,17 @@ class RoTTA(Method):
                 self._update(ctx, x)
                 used[entered] = True
             begin = end
-        return Step(logits, entropy, used.to(images.device))
+        return Step(logits, entropy, by_position(used.to(images.device), ctx.positions) & ctx.valid)
+
+    def _summary(self, ctx: Context, logits: Tensor, doubt: Tensor) -> tuple[list[int], list[float]]:
+        """The class and the uncertainty of each image: with positions the class of most of them, and the mean."""
+        label = logits.argmax(dim=1)
+        if ctx.positions:
+            images, valid = len(ctx.samples), ctx.valid.view(len(ctx.samples), -1)
+            counts = label.new_zeros(images, logits.shape[1]).scatter_add(1, label.view(images, -1), valid.long())
+            label = counts.argmax(dim=1)
+            doubt = torch.where(valid, doubt.view(images, -1), 0).sum(dim=1) / valid.sum(dim=1).clamp_min(1)
+        return label.tolist(), doubt.tolist()
 
     def _remember(
         self, ctx: Context, images: Tensor, samples: range, label: list[int], doubt: list[float], classes: int
@@ -160,7 +175,7 @@ class RoTTA(Method):
         def score(age: int, entropy: float) -> float:
             return self.age_weight / (1 + math.exp(-age / self.capacity)) + self.doubt_weight * entropy
 
-        valid = ctx.valid.tolist()
+        valid = anywhere(ctx.valid, ctx.positions).tolist()
         for i in (i for i in samples if valid[i]):
             size = Counter(k for k in labels if k >= 0)
             if size[label[i]] >= self.capacity / classes:
@@ -193,11 +208,13 @@ class RoTTA(Method):
         filled = ctx.state["ledger.label"] >= 0
         memory = ctx.state["images"][filled.to(ctx.state["images"].device)]
         age = (ctx.state["ledger.age"][filled].float() / self.capacity).to(memory.device)
-        view = (self.augment or jitter())(self.normalization.images(memory)[None], ctx.generator)[0]
+        view = (self.augment or (still if ctx.positions else jitter()))(
+            self.normalization.images(memory)[None], ctx.generator
+        )[0]
         with torch.no_grad():
             target = self._forward(ctx, x.with_image(memory), "teacher", self.alpha)
         student = self._forward(ctx, x.with_image(self.normalization.inputs(view)), "student", self.alpha)
-        freshness = torch.sigmoid(-age)
+        freshness = by_position(torch.sigmoid(-age), ctx.positions)
         ctx.descend((freshness * self.objective.consistency(student, target)).mean())
         ctx.state["teacher"] = torch.lerp(ctx.state["teacher"], ctx.weights.detach(), self.nu)
 

@@ -32,6 +32,16 @@ average of p) and :math:`\alpha = (1 - r) / r`. From the n - 1 others, counted b
 A change of the domain also makes samples of a batch agree more, and cannot be told apart with certainty: r counts only where
 agreement within a batch is at least twice that between batches, fully from 3.5 times on, and the correction is off by default.
 
+Where the answer has positions, such as pixels, classes do not come in equal numbers: one may cover most of every image. There
+what the source weights answer on the same images takes the place of equal numbers. With its running average :math:`a^0`, and
+the effective numbers of classes :math:`C` and :math:`C^0` that adapted and source weights predict over the last images,
+
+.. math:: L = \frac1n \sum_i H(m_i) + \lambda \sum_k \bar b_k \ln \frac{a_k}{a^0_k}, \qquad
+          s = \mathrm{clip}_0^1\left(\frac{C / C^0 - 0.7}{0.15}\right)
+              \mathrm{clip}_0^1\left(\frac{\bar H(p)}{0.3 \ln K}\right)
+
+which costs one more forward. Batches, running averages and the pull count images.
+
 Adapts the affine parameters of normalization layers, on the BatchNorm statistics that the guard chooses, and on the source's
 without a guard: those of a batch with few classes mislead a model, and nothing here would notice. Needs nothing; one forward
 and one backward per batch. Any objective; made for "invariant". Its nearest published neighbour is AdaDEM (arXiv 2511.03256),
@@ -49,8 +59,10 @@ from torch import Tensor
 
 from come import objectives
 from come.errors import ModelError, require, require_int
+from come.guard.signals import votes
 from come.method import Context, Frozen, Method, Step, converted, masked_mean, register
 from come.model.inputs import Inputs, at_least_float32
+from come.model.positions import in_parts
 from come.objectives import Objective, Softmax
 
 TINY = 1e-6
@@ -111,27 +123,32 @@ class Steady(Method):
     def initial_state(self, ctx: Context, x: Inputs) -> dict[str, Tensor]:
         """Sums over samples of class masses, probabilities and votes, and counts of agreeing and all pairs, all zero."""
         classes = ctx.classes(x)
-        sizes = {"answers": classes, "classes": classes, "votes": classes, "pairs": 4}
+        sizes = {"answers": classes, "votes": classes}
+        if ctx.fixed["dense"]:
+            sizes |= {"source_answers": classes, "source_votes": classes}
+        else:
+            sizes |= {"classes": classes, "pairs": 4}
         zeros = {name: torch.zeros(size, device=ctx.device) for name, size in sizes.items()}
         return {"seen": torch.zeros((), device=ctx.device)} | zeros
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, take one step, go a little way back to the source, and correct the answer."""
         logits = ctx.forward(x)
-        mass = self.objective.log_mass(logits)
-        entropy = -(mass.exp() * mass).sum(dim=1)
-        count, classes = ctx.valid.sum(), logits.shape[1]
+        entropy, average = self._believed(logits, ctx.valid)
+        count = ctx.count_valid()
         some, part = count > 0, count / WINDOW
-        answer, later = self._corrected(ctx, at_least_float32(logits.detach()))
+        if "source_votes" in ctx.state:
+            answer, later = logits.detach(), self._beside_source(ctx, x, logits.detach(), count)
+        else:
+            answer, later = self._corrected(ctx, at_least_float32(logits.detach()))
 
-        beliefs = mass.exp()[:, :classes]
-        beliefs = beliefs + (1 - beliefs.sum(dim=1, keepdim=True)) / classes
-        average = masked_mean(beliefs, ctx.valid)
         later["answers"] = self._later(ctx, "answers", count * average)
-        common = (later["answers"] / later["seen"].clamp_min(1)).clamp_min(torch.finfo(average.dtype).tiny).log()
+        common = self._log_mean(later["answers"], later["seen"])
+        if "source_answers" in later:
+            common = common - self._log_mean(later["source_answers"], later["seen"])
         gradient = ctx.gradient(masked_mean(entropy, ctx.valid) + self.diversity * (average * common).sum())
 
-        scale = self._scale(later["pairs"], logits.detach(), ctx.valid)
+        scale = self._spread(later, logits.shape[1]) * self._open(logits.detach(), ctx.valid)
         length = scale * torch.linalg.vector_norm(ctx.source) / torch.linalg.vector_norm(gradient).clamp_min(1e-30)
         ctx.descend_along(gradient * length.to(gradient), go=some & (scale > 0))
         back = 1 - (1 - self.pull) ** part
@@ -142,6 +159,8 @@ class Steady(Method):
     def predict(self, ctx: Context, x: Inputs) -> Tensor:
         """The corrected answer."""
         logits = ctx.forward(x)
+        if not self.prior_correction:
+            return logits
         return self._corrected(ctx, at_least_float32(logits))[0].to(logits.dtype)
 
     def frozen(self, ctx: Context) -> Frozen:
@@ -152,18 +171,53 @@ class Steady(Method):
             )
         return Frozen(ctx.weights.detach())
 
-    def _scale(self, counted: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
-        """The share of a full step to take, in [0, 1]: 0 with few classes, or a model that is sure of everything."""
-        within, pairs, between, others = counted.unbind()
-        agreeing = (within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)
-        classes = logits.shape[1]
-        spread = ((1 / (classes * agreeing) - SPREAD[0]) / (SPREAD[1] - SPREAD[0])).clamp(0, 1)
-        left_open = masked_mean(SOFTMAX.entropy(logits), valid) / math.log(classes)
-        return spread * (left_open / OPEN).clamp(0, 1)
+    def _believed(self, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The entropy of each row (N,), and the average of the class masses of the valid rows (K,)."""
+
+        def of_rows(logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+            mass, classes = self.objective.log_mass(logits), logits.shape[1]
+            beliefs = mass.exp()[:, :classes]
+            beliefs = beliefs + (1 - beliefs.sum(dim=1, keepdim=True)) / classes
+            return -(mass.exp() * mass).sum(dim=1), torch.where(valid[:, None], beliefs, 0).sum(dim=0)
+
+        entropy, total = in_parts(of_rows, logits, valid)
+        return entropy, total / valid.sum().clamp_min(1)
+
+    def _beside_source(self, ctx: Context, x: Inputs, logits: Tensor, count: Tensor) -> dict[str, Tensor]:
+        """The running sums after a batch with positions, of adapted and source weights."""
+        with torch.no_grad():
+            source = ctx.forward(x, ctx.source)
+            expected = self._believed(source, ctx.valid)[1]
+        each = count / ctx.valid.sum().clamp_min(1)
+        return {
+            "seen": self._later(ctx, "seen", count),
+            "votes": self._later(ctx, "votes", votes(logits, ctx.valid) * each),
+            "source_votes": self._later(ctx, "source_votes", votes(source, ctx.valid) * each),
+            "source_answers": self._later(ctx, "source_answers", count * expected),
+        }
+
+    @staticmethod
+    def _log_mean(total: Tensor, count: Tensor) -> Tensor:
+        return (total / count.clamp_min(1)).clamp_min(torch.finfo(total.dtype).tiny).log()
+
+    def _spread(self, later: dict[str, Tensor], classes: int) -> Tensor:
+        """The share of a full step by how many classes are predicted, in [0, 1]."""
+        if "source_votes" in later:
+            mine, theirs = (later[name].square().sum() for name in ("votes", "source_votes"))
+            found = theirs / mine.clamp_min(TINY)
+        else:
+            within, pairs, between, others = later["pairs"].unbind()
+            found = 1 / (classes * ((within + between + CAUTIOUS) / (pairs + others + CAUTIOUS)))
+        return ((found - SPREAD[0]) / (SPREAD[1] - SPREAD[0])).clamp(0, 1)
+
+    def _open(self, logits: Tensor, valid: Tensor) -> Tensor:
+        """The share of a full step by how uncertain the model is, in [0, 1]."""
+        left_open = masked_mean(SOFTMAX.entropy(logits), valid) / math.log(logits.shape[1])
+        return (left_open / OPEN).clamp(0, 1)
 
     def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """A running sum over samples, this batch included."""
-        keep = self.memory ** (ctx.valid.sum() / WINDOW)
+        keep = self.memory ** (ctx.count_valid() / WINDOW)
         return ctx.state[name] * keep + value.detach().to(ctx.state[name])
 
     def _corrected(self, ctx: Context, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from come.errors import unknown
 from come.model.inputs import at_least_float32
+from come.model.positions import by_rows
 from come.objectives import Objective, Opinion, Softmax
 
 Rows = Mapping[str, Tensor]
@@ -65,7 +66,7 @@ def score_of(name: str, objective: Objective, logits: Tensor) -> Tensor:
         >>> score_of("softmax", Opinion(), torch.zeros(1, 4))
         tensor([0.2500])
     """
-    return SCORES[name](_FromLogits(objective, logits))
+    return by_rows(lambda z: SCORES[name](_FromLogits(objective, z)), logits)
 
 
 def require_score(name: str) -> None:

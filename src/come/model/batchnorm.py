@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from come.errors import InputError
-from come.model.inputs import at_least_float32
+from come.model.inputs import WITHOUT_STATISTICS, at_least_float32
 
 if TYPE_CHECKING:
-    from come.model.ranks import Part
+    from come.model.ranks import RankRows
 
 
 class Layer(NamedTuple):
@@ -33,14 +33,9 @@ class Layer(NamedTuple):
     number: int
     mean: Tensor | None
     var: Tensor | None
-    part: Part | None = None
+    rank_rows: RankRows | None = None
     """Where a batch is divided over ranks, this rank's part of it: statistics are of all parts."""
 
-
-WITHOUT_STATISTICS = (
-    "got one value per channel and has no running statistics; use a larger batch or a BatchNorm with "
-    "track_running_stats=True"
-)
 
 StatisticsRule = Literal["batch", "mixed", "source"]
 """The rule by name: what the batch's statistics count for."""
@@ -87,7 +82,7 @@ def normalize(
     eps: float,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    reduce: Part | None = None,
+    reduce: RankRows | None = None,
 ) -> Tensor:
     """Normalize the input (B, C, ...) of a BatchNorm layer.
 
@@ -228,9 +223,9 @@ def _centred(x: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     return (x - _per_row(mean, x)) * _per_row((var + eps).rsqrt(), x)
 
 
-def _values(part: Part | None, x: Tensor, groups: int = 1) -> int:
+def _values(rows: RankRows | None, x: Tensor, groups: int = 1) -> int:
     """How many values per channel there are in each of `groups` equal parts of the batch."""
-    return x.numel() // (x.shape[1] * groups) if part is None else part.values(x, groups)
+    return x.numel() // (x.shape[1] * groups) if rows is None else rows.values(x, groups)
 
 
 def _dims(x: Tensor) -> list[int]:
@@ -273,9 +268,9 @@ def normalizing(
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x, eps = at_least_float32(inputs[0]), layer.module.eps
         if isinstance(statistics, BatchStatistics):
-            y = normalize(x, source_of(layer), statistics, eps, reduce=layer.part)
+            y = normalize(x, source_of(layer), statistics, eps, reduce=layer.rank_rows)
             return (y.to(inputs[0].dtype), *inputs[1:])
-        mean, var = statistics(layer, x) if layer.part is None else layer.part.estimated(layer, x, statistics)
+        mean, var = statistics(layer, x) if layer.rank_rows is None else layer.rank_rows.estimated(layer, x, statistics)
         if mean.ndim == 1:
             norm = cast(nn.BatchNorm2d, module)
             norm.running_mean, norm.running_var = mean.to(norm.running_mean), var.to(norm.running_var)
@@ -304,13 +299,13 @@ def batch_statistics(layer: Layer, x: Tensor) -> Pair:
         >>> batch_statistics(layer, torch.tensor([[1.0], [3.0]]))
         (tensor([[2.]]), tensor([[1.]]))
     """
-    if _values(layer.part, x) == 1:
+    if _values(layer.rank_rows, x) == 1:
         source = source_of(layer)
         if source is None:
             raise InputError(f"{layer.module} {WITHOUT_STATISTICS}")
         mean, var = (value.to(x)[None] for value in source)
     else:
-        mean, var = moments(x, layer.module.eps) if layer.part is None else layer.part.moments(x)
+        mean, var = moments(x, layer.module.eps) if layer.rank_rows is None else layer.rank_rows.moments(x)
     return _per_row(mean, x), _per_row(var, x)
 
 
@@ -334,12 +329,12 @@ def following(old: Mapping[int, Pair], share: float, correction: int, new: dict[
     @torch.no_grad()
     def estimate(layer: Layer, x: Tensor) -> Pair:
         mean, var = old[layer.number]
-        values = _values(layer.part, x)  # one value per channel has a mean, but no variance
-        if layer.part is None:
+        values = _values(layer.rank_rows, x)  # one value per channel has a mean, but no variance
+        if layer.rank_rows is None:
             own_mean = x.mean(dim=_dims(x))
             own_var = x.var(dim=_dims(x), correction=correction) if values > 1 else var
         else:
-            (own_mean,), (biased,) = layer.part.moments(x)
+            (own_mean,), (biased,) = layer.rank_rows.moments(x)
             own_var = biased * (values / (values - correction)) if values > 1 else var
         mean, var = torch.lerp(mean.to(x), own_mean, share), torch.lerp(var.to(x), own_var.to(x), share)
         if new is not None:

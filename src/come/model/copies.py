@@ -210,21 +210,6 @@ def _cuts_patches(module: nn.Module) -> bool:
     )
 
 
-def call_with(model: nn.Module, places: list[Place], x: Inputs) -> Any:
-    """What a model returns for `x` with other parameters and buffers; its own are back when this returns or raises.
-
-    As `torch.func.functional_call` does it, which looks every name up at each call.
-    """
-    before = [(table, name, table[name]) for table, name, _ in places]
-    try:
-        for table, name, value in places:
-            table[name] = value
-        return model(*x.args, **x.kwargs)
-    finally:
-        for table, name, value in reversed(before):
-            table[name] = value
-
-
 def fused(function: Function) -> Function:
     """The function by `torch.compile`, for fixed shapes, made when it is first asked for."""
     if function not in _fused:
@@ -433,8 +418,15 @@ class ModelCopy:
             places.append((vars(self._mixing), "share", torch.as_tensor(share)))
         places.append((vars(self._sharing), "blocks", blocks))
         self._refresh()
-        with room() if self._compiled else contextlib.nullcontext():
-            return call_with(self.module, places, x)
+        before = [(table, name, table[name]) for table, name, _ in places]
+        try:  # as `torch.func.functional_call`, which looks every name up at each call
+            for table, name, value in places:
+                table[name] = value
+            with room() if self._compiled else contextlib.nullcontext():
+                return self.module(*x.args, **x.kwargs)
+        finally:
+            for table, name, value in reversed(before):
+                table[name] = value
 
     def _refresh(self) -> None:
         """Discard what the forward before has written into buffers."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from come.errors import InputError, ModelError, warn
 from come.model.batchnorm import (
-    WITHOUT_STATISTICS,
     BatchStatistics,
     Layer,
     Statistics,
@@ -30,17 +29,19 @@ from come.model.batchnorm import (
     unit_statistics,
 )
 from come.model.copies import OUT_OF_REACH, Function, Mode, ModelCopies, ModelCopy, Place, UncopiedError, fused
-from come.model.inputs import Arguments, Inputs, Key, checked, expected_dims, logits_of
-from come.model.parameters import AdaptedParameters, Slot, buffers_of
+from come.model.inputs import Arguments, Inputs, Key, explained, logits_of
+from come.model.parameters import Slot, buffers_of, selected, slots_of
 from come.select import BATCH_NORMS, Selector, is_norm
 from come.streams.norms import Block
 
 if TYPE_CHECKING:
-    from come.model.ranks import Part, Ranks
+    from come.model.ranks import RankRows, Ranks
 
 T = TypeVar("T")
 LOSS_SCALE = 256.0
 
+ALIGNED = 64
+"""Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -53,8 +54,8 @@ HOOKS = (
 """Where a module keeps the hooks that run with it."""
 
 
-class FunctionalModel(AdaptedParameters):
-    """A model and the parameters of it that adapt.
+class FunctionalModel:
+    """A model and its adapted parameters: as one vector (P,), and as the places in the model that hold them.
 
     Args:
         model: the user's classifier.
@@ -76,15 +77,24 @@ class FunctionalModel(AdaptedParameters):
         per_sample: Collection[Key] | None = None,
         class_dim: int = 1,
     ) -> None:
-        self.class_dim = class_dim
-        self.mode, self._arguments = mode or Mode(), Arguments(model, per_sample)
-        super().__init__(model, select, method, descends)
+        self.model, self.mode, self.class_dim = model, mode or Mode(), class_dim
+        self.read = Arguments(model, per_sample).read
+        """Reads and checks the arguments of a call."""
+        self.parameters = selected(model, select, method, descends)
+        """The adapted parameters by name, the user's own."""
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        self._room = [-(-p.numel() // ALIGNED) * ALIGNED for p in self.parameters.values()]
+        self._number = {id(p): i for i, p in enumerate(self.parameters.values())}
+        self._params = list(model.parameters())
+        self._slots, self._links = slots_of(model, self._number)
+        self._versions = self._read_versions()
         self.plain = self.mode.plain
         """Whether the user's own model is called, and no copy of it."""
         self._modules = list(model.modules())
         self._names = frozenset(slot.name for slot in self._slots)
         self.norms = {path: m for path, m in model.named_modules() if isinstance(m, BATCH_NORMS)}
         """The BatchNorm layers by path."""
+        self.has_batch_norm = bool(self.norms)
         self._synchronized = any(isinstance(layer, nn.SyncBatchNorm) for layer in self.norms.values())
         self._affine = [
             Slot(f"{path}.{name}", norm, name, p)
@@ -102,7 +112,7 @@ class FunctionalModel(AdaptedParameters):
         """Whether calls use `torch.compile`; set for the length of a step."""
         self.ranks: Ranks | None = None
         """The processes that calls of the model are divided over."""
-        self.part: Part | None = None
+        self.rank_rows: RankRows | None = None
         """What this one computes of the call under way, if it is divided."""
         self._built_from: tuple[Any, ...] = ()
         """The model's weights and buffers at the last step."""
@@ -114,6 +124,93 @@ class FunctionalModel(AdaptedParameters):
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         return LOSS_SCALE if autocast or any(p.dtype == torch.float16 for p in self._params) else 1.0
+
+    # ---- the vector of adapted parameters ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._params[0].device if self._params else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the vector: float64 for models in double precision, else float32."""
+        double = any(p.dtype == torch.float64 for p in self.parameters.values())
+        return torch.float64 if double else torch.float32
+
+    def join(self, values: Sequence[Tensor]) -> Tensor:
+        """One tensor for each adapted parameter -> the vector (P,)."""
+        parts = [
+            nn.functional.pad(value.detach().to(self.dtype).flatten(), (0, room - value.numel()))
+            for value, room in zip(values, self._room, strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
+
+    def split(self, weights: Tensor) -> list[Tensor]:
+        """The vector (P,), or those of streams (n, P) -> a view for each adapted parameter."""
+        found = []
+        for part, shape in zip(
+            torch.split(weights, self._room, dim=-1) if self._room else (), self.shapes.values(), strict=True
+        ):
+            part = part if part.shape[-1] == shape.numel() else part[..., : shape.numel()]
+            found.append(part if part.shape == shape else part.view(*weights.shape[:-1], *shape))
+        return found
+
+    def _given(self, weights: Tensor) -> list[Tensor]:
+        """The same in the types of the parameters."""
+        return [
+            part if part.dtype == p.dtype else part.to(p.dtype)
+            for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
+        ]
+
+    def named(self, weights: Tensor) -> dict[str, Tensor]:
+        """The vector (P,) as tensors by parameter name."""
+        return dict(zip(self.shapes, self.split(weights), strict=True))
+
+    def source(self) -> Tensor:
+        """The model's own values as a vector."""
+        return self.join(list(self.parameters.values()))
+
+    def largest(self) -> float:
+        """How large a weight may be, with room to spare: in half precision an overflow is near."""
+        return min((torch.finfo(p.dtype).max / 1e3 for p in self.parameters.values()), default=torch.inf)
+
+    @torch.no_grad()
+    def overwrite(self, weights: Tensor) -> None:
+        """Write the vector (P,) into the model's own parameters, all or none."""
+        before = [p.clone() for p in self.parameters.values()]
+        try:
+            for p, value in zip(self.parameters.values(), self.split(weights), strict=True):
+                p.copy_(value)
+        except BaseException:
+            for p, value in zip(self.parameters.values(), before, strict=True):
+                p.copy_(value)
+            self._versions = self._read_versions()
+            raise
+
+    # ---- has the user changed the model? ----
+
+    def _read_versions(self) -> list[int]:
+        # torch counts in-place changes in `_version`, which has no public name; moving and casting do not count.
+        return [p._version for p in self.parameters.values()]
+
+    def check_unchanged(self) -> None:
+        """Raise `ModelError` if an adapted parameter was replaced or overwritten since the model was borrowed."""
+        for path, (parent, name, child) in self._links.items():
+            if parent._modules.get(name) is not child:
+                raise self._changed(path, "was replaced")
+        for slot in self._slots:
+            if slot.owner._parameters.get(slot.attribute) is not slot.value:
+                raise self._changed(slot.name, "was replaced")
+        for name, before, after in zip(self.shapes, self._versions, self._read_versions(), strict=True):
+            if before != after:
+                raise self._changed(name, "was overwritten")
+
+    def _changed(self, name: str, what: str) -> ModelError:
+        return ModelError(
+            f"{name!r} of {type(self.model).__name__} {what} after adapt(): the adapter would go on with the old values. "
+            "Load weights and exchange layers first, then call adapt() again"
+        )
 
     # ---- gradients and random numbers of one stream; `come.streams.transition.StackedModel` has those of many ----
 
@@ -136,19 +233,10 @@ class FunctionalModel(AdaptedParameters):
 
     # ---- calling it ----
 
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether there are BatchNorm layers."""
-        return bool(self.norms)
-
     def layers(self) -> list[Layer]:
         """The BatchNorm layers with the source's statistics."""
         found = cast("Iterable[nn.BatchNorm2d]", self.norms.values())
-        return [Layer(m, i, m.running_mean, m.running_var, self.part) for i, m in enumerate(found)]
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, empty: bool = False) -> Inputs:
-        """The arguments of a call as a batch, checked; `empty`: whether it may hold no sample."""
-        return checked(self._arguments.of(args, kwargs or {}), empty)
+        return [Layer(m, i, m.running_mean, m.running_var, self.rank_rows) for i, m in enumerate(found)]
 
     def logits(self, out: Any, batch: int) -> Tensor:
         """The logits (B, K, *P) in what the model returned for a batch of that size, checked."""
@@ -162,14 +250,14 @@ class FunctionalModel(AdaptedParameters):
                 )
         return logits
 
-    def borrow(self, call: Callable[[], T]) -> T:
+    def borrow(self, call: Callable[..., T], *args: Any) -> T:
         """Call something that runs the model: with gradients on, in evaluation mode; the model is restored afterwards."""
         self.check_unchanged()
         try:
             try:
                 with torch.enable_grad(), self.mode.active() if self.mode.precision == "tf32" else nullcontext():
                     self._prepare()
-                    return call()
+                    return call(*args)
             finally:
                 self.give_back()
         finally:  # again, in case an interrupt struck in the line above
@@ -204,27 +292,18 @@ class FunctionalModel(AdaptedParameters):
             statistics: what BatchNorm normalizes by, see `come.model.batchnorm`.
             hooks: functions that register a hook and return its handle; they last for this call.
         """
-        values = [
-            part if part.dtype == p.dtype else part.to(p.dtype)
-            for part, p in zip(self.split(weights), self.parameters.values(), strict=True)
-        ]
+        values = self._given(weights)
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         rule = None if hooks or self.plain or self._stand_ins.uncopied else self._rule_of(statistics, x.size)
         share = statistics.share if isinstance(statistics, BatchStatistics) else None
-        try:
-            with nullcontext() if self.plain else self.mode.rounding(self.device):
-                if rule is not None:
-                    try:
-                        return self._call_stand_in(rule, given, x, share=share)
-                    except UncopiedError as reason:
-                        self._stand_ins.give_up(str(reason))
-                        kind = type(self.model).__name__
-                        warn(f"{kind} is run itself and not compiled, since {reason}")
-                return self._call_own(given, x if self.plain else self.mode.images(x), statistics, hooks)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if (explained := self._explained(error, x)) is error:
-                raise
-            raise explained from error
+        with self._explaining(x), nullcontext() if self.plain else self.mode.rounding(self.device):
+            if rule is not None:
+                try:
+                    return self._call_stand_in(rule, given, x, share=share)
+                except UncopiedError as reason:
+                    self._stand_ins.give_up(str(reason))
+                    warn(f"{type(self.model).__name__} is run itself and not compiled, since {reason}")
+            return self._call_own(given, x if self.plain else self.mode.images(x), statistics, hooks)
 
     def call_streams(self, x: Inputs, weights: Sequence[Tensor], blocks: Sequence[Block]) -> Any:
         """The same for many streams.
@@ -234,20 +313,26 @@ class FunctionalModel(AdaptedParameters):
             weights: for each block (n, P), or (P,) if they are the same for all of its streams.
             blocks: which streams.
         """
-        parts = [self.split_streams(values) for values in weights]
+        parts = [self._given(values) for values in weights]
         values: list[Any] = parts[0] if len(parts) == 1 else [list(column) for column in zip(*parts, strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         try:
-            with self.mode.rounding(self.device):
+            with self._explaining(x), self.mode.rounding(self.device):
                 return self._call_stand_in("streams", given, x, blocks=tuple(blocks))
         except UncopiedError as reason:
             raise ModelError(
                 f"{type(self.model).__name__} cannot be shared by streams, since {reason}; use one adapter for each stream"
             ) from reason
+
+    @contextmanager
+    def _explaining(self, x: Inputs) -> Iterator[None]:
+        """Around a call of the model: an error of it is raised with an explanation, where there is one."""
+        try:
+            yield
         except (RuntimeError, ValueError, IndexError) as error:
-            if (explained := self._explained(error, x)) is error:
+            if (found := explained(error, self.model, x, self.norms.values())) is error:
                 raise
-            raise explained from error
+            raise found from error
 
     def _call_own(
         self, given: dict[str, Tensor], x: Inputs, statistics: Statistics, hooks: Sequence[Callable[[], Any]]
@@ -290,13 +375,13 @@ class FunctionalModel(AdaptedParameters):
         """What a stand-in can normalize by in place of `statistics`; None if it cannot."""
         if statistics is None or not self.norms:
             return "source"
-        if self.part is not None or not (isinstance(statistics, BatchStatistics) and statistics.plain):
+        if self.rank_rows is not None or not (isinstance(statistics, BatchStatistics) and statistics.plain):
             return None
         return "batch" if statistics.of_batch_alone and self._by_torch(batch) else "mixed"
 
     def _by_torch(self, batch: int) -> bool:
         """Whether torch's BatchNorm in training mode can normalize such a batch by itself."""
-        return batch > 1 and not self._synchronized and self.part is None
+        return batch > 1 and not self._synchronized and self.rank_rows is None
 
     def _stand_in(self, rule: StatisticsRule | Literal["streams"]) -> ModelCopy:
         """The model as it is run, made when it is first needed."""
@@ -409,28 +494,6 @@ class FunctionalModel(AdaptedParameters):
             undo, arguments = self._loan[-1]
             undo(*arguments)
             self._loan.pop()
-
-    def _explained(self, error: Exception, x: Inputs) -> Exception:
-        """What to raise for an error of the model: itself, or an `InputError` where a layer of torch refuses a shape."""
-        shapes = ", ".join(str(tuple(value.shape)) for value in x.per_sample())
-        expected, first = expected_dims(self.model), x.per_sample()[0]
-        hint = "; if this is a single image, pass x[None]" if expected == first.ndim + 1 else ""
-        said = f"{type(self.model).__name__} was called with a batch of shape {shapes}{hint}"
-        if isinstance(error, ValueError) and _raised_by_torch(error):  # such as a norm layer with one value per channel
-            if "value per channel" in str(error) and any(layer.mean is None for layer in self.layers()):
-                return InputError(f"a BatchNorm layer {WITHOUT_STATISTICS}; {said}")
-            return InputError(f"{error}; {said}")
-        if hint and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(said)
-        return error
-
-
-def _raised_by_torch(error: Exception) -> bool:
-    """Whether the line that raised it is one of `torch.nn`: its layers raise a ValueError for the shape of their input."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.nn.")
 
 
 def _drop_new(known: list[tuple[dict[int, Any], frozenset[int]]]) -> None:

@@ -20,6 +20,11 @@ UNKNOWN = -1e4
 """All logits of a sample without an answer: no class is preferred, and none has evidence."""
 IGNORE = "come.ignore"
 """Where `Inputs.kwargs` holds the mask of positions that drive nothing."""
+
+WITHOUT_STATISTICS = (
+    "got one value per channel and has no running statistics; use a larger batch or a BatchNorm with "
+    "track_running_stats=True"
+)
 TOKENS = frozenset({"input_ids", "input_values", "input_features", "attention_mask", "token_type_ids"})
 """What tokenizers and feature extractors of transformers return: each has one entry per sample."""
 
@@ -44,8 +49,9 @@ class Inputs(NamedTuple):
     @property
     def size(self) -> int:
         """Number of samples."""
-        for value in self.per_sample():
-            return value.shape[0]
+        for key, value in self.items():
+            if key in self.samples:
+                return len(value)
         given = ", ".join(type(value).__name__ for value in self.values()) or "nothing"
         raise InputError(f"the batch holds no tensor with a batch dimension, got {given}; pass a tensor (B, ...)")
 
@@ -151,7 +157,11 @@ class Arguments:
         elif isinstance(only, (tuple, list)):
             args = tuple(only)
         x = Inputs(args, kwargs)
-        names = {key: self._key(key) for key, value in x.items() if any(t.ndim for t in leaves(value))}
+        names = {
+            key: self._key(key)
+            for key, value in x.items()
+            if (value.ndim if isinstance(value, Tensor) else any(t.ndim for t in leaves(value)))
+        }
         if self._said is None and len(names) > 1 and not (self._tokens and TOKENS.issuperset(names.values())):
             counts = {names[key]: len(value) for key, value in x.items() if isinstance(value, Tensor) and value.ndim}
             likely = tuple(name for name, count in counts.items() if count == next(iter(counts.values())))
@@ -189,6 +199,40 @@ class Arguments:
             ignore = kwargs.pop("ignore")
         return args, kwargs, ignore
 
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, empty: bool = False) -> Inputs:
+        """Read a call and check that a model can be called so; `empty`: the batch may hold no sample."""
+        x = self.of(args, kwargs or {})
+        inference = False
+        for value in (*x.args, *x.kwargs.values()):
+            if not isinstance(value, Tensor):
+                continue
+            if value.layout != torch.strided:
+                raise InputError(f"the input has layout {value.layout}; pass a dense tensor: x.to_dense()")
+            if value.is_meta:
+                raise InputError("the input is on the meta device and has no values; pass a tensor with data")
+            inference = inference or value.is_inference()
+        if len(x.args) == 1 and not x.for_model().kwargs:
+            (only,) = x.args
+            if not isinstance(only, Tensor):
+                raise InputError(
+                    f"the input is a {type(only).__name__}; pass a tensor, or a tuple or mapping of tensors"
+                )
+            if not only.is_floating_point():
+                raise InputError(
+                    f"the input must be floating point, got {only.dtype}: scale and normalize images first; pass token ids "
+                    "by name, e.g. input_ids=x"
+                )
+            if only.ndim < 2:
+                raise InputError(
+                    f"the input must be (B, ...) with at least 2 dimensions, got shape {tuple(only.shape)}"
+                )
+        if x.size < 1 and not empty:
+            raise InputError("the batch is empty; skip it")
+        if inference:  # autograd cannot use such tensors
+            with torch.inference_mode(False):
+                x = x.map(lambda value: value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
+        return x
+
     def _key(self, key: Key) -> Key:
         """The name of an argument given by name or position; its position if the model does not name it."""
         return self._names[key] if isinstance(key, int) and key < len(self._names) else key
@@ -214,30 +258,6 @@ def _is_image(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 4
 
 
-def checked(x: Inputs, empty: bool = False) -> Inputs:
-    """Check that a model can be called with `x`, with or without `empty` batches; copies inference tensors, for autograd."""
-    for value in x.values():
-        if isinstance(value, Tensor) and value.layout != torch.strided:
-            raise InputError(f"the input has layout {value.layout}; pass a dense tensor: x.to_dense()")
-        if isinstance(value, Tensor) and value.is_meta:
-            raise InputError("the input is on the meta device and has no values; pass a tensor with data")
-    if len(x.args) == 1 and not x.for_model().kwargs:
-        (only,) = x.args
-        if not isinstance(only, Tensor):
-            raise InputError(f"the input is a {type(only).__name__}; pass a tensor, or a tuple or mapping of tensors")
-        if not only.is_floating_point():
-            raise InputError(
-                f"the input must be floating point, got {only.dtype}: scale and normalize images first; pass token ids by "
-                "name, e.g. input_ids=x"
-            )
-        if only.ndim < 2:
-            raise InputError(f"the input must be (B, ...) with at least 2 dimensions, got shape {tuple(only.shape)}")
-    if x.size < 1 and not empty:
-        raise InputError("the batch is empty; skip it")
-    with torch.inference_mode(False):
-        return x.map(lambda value: value.clone() if isinstance(value, Tensor) and value.is_inference() else value)
-
-
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32 if it has half precision.
 
@@ -248,13 +268,20 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def answered(logits: Tensor) -> Tensor:
-    """Which samples (B,) have usable logits: no NaN, no +inf, not all -inf. A class masked by -inf is fine.
+    """Which of logits (..., K) are usable, (...,): no NaN, no +inf, not all -inf. A class masked by -inf is fine.
 
     >>> answered(torch.tensor([[0.0, -torch.inf], [torch.nan, 0.0], [-torch.inf, -torch.inf]]))
     tensor([ True, False, False])
     """
-    most = logits.amax(dim=1)  # propagates NaN, and is -inf only if all are
+    most = logits.amax(dim=-1)  # propagates NaN, and is -inf only if all are
     return (most - most) == 0  # finite, in fewer operations
+
+
+def unchecked_logits(out: Any) -> Any:
+    """What stands for the logits in what a model returned; None if nothing does."""
+    if isinstance(out, Mapping):
+        return out.get("logits", out.get("out"))
+    return out if isinstance(out, Tensor) else getattr(out, "logits", None)
 
 
 def logits_of(out: Any, batch: int, class_dim: int = 1) -> Tensor:
@@ -263,10 +290,7 @@ def logits_of(out: Any, batch: int, class_dim: int = 1) -> Tensor:
     >>> logits_of({"out": torch.zeros(1, 21, 8, 8)}, 1).shape, logits_of(torch.zeros(1, 8, 21), 1, class_dim=-1).shape
     (torch.Size([1, 21, 8, 8]), torch.Size([1, 21, 8]))
     """
-    if isinstance(out, Mapping):
-        logits = out.get("logits", out.get("out"))
-    else:
-        logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+    logits = unchecked_logits(out)
     if not isinstance(logits, Tensor):
         raise InputError(
             f"the model must return a tensor (B, K) or (B, K, ...), or an object with `logits` or `out`, got "
@@ -276,16 +300,29 @@ def logits_of(out: Any, batch: int, class_dim: int = 1) -> Tensor:
     if not known or logits.shape[0] != batch or not logits.is_floating_point() or logits.shape[class_dim] < 2:
         where = "" if class_dim == 1 else f" in dimension {class_dim} (class_dim)"
         raise InputError(
-            f"the model must return floating-point logits of shape ({batch}, K) or ({batch}, K, ...) with K >= 2{where} for a "
-            f"batch of {batch}, got {logits.dtype} of shape {tuple(logits.shape)}"
+            f"the model must return floating-point logits of shape ({batch}, K) with K >= 2{where} for a batch of {batch}, got "
+            f"{logits.dtype} of shape {tuple(logits.shape)}; axes of positions, such as pixels, come behind these"
         )
     if not logits.numel():
         raise InputError(f"the logits of the model have no position, got shape {tuple(logits.shape)}")
     return logits if class_dim == 1 else logits.movedim(class_dim, 1)
 
 
-def expected_dims(model: nn.Module) -> int | None:
-    """Number of dimensions of the first convolution's input, batch included; None without a convolution."""
-    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    dims = (3 + i for module in model.modules() for i, kind in enumerate(kinds) if isinstance(module, kind))
-    return next(dims, None)
+def explained(error: Exception, model: nn.Module, x: Inputs, batch_norms: Iterable[Any]) -> Exception:
+    """What to raise for an error of the model: itself, or an `InputError` where a layer of torch refuses a shape."""
+    convolutions = {nn.Conv1d: 3, nn.Conv2d: 4, nn.Conv3d: 5}  # dimensions of their inputs
+    expected = next((n for m in model.modules() for kind, n in convolutions.items() if isinstance(m, kind)), None)
+    shapes = ", ".join(str(tuple(value.shape)) for value in x.per_sample())
+    hint = "; if this is a single image, pass x[None]" if expected == x.per_sample()[0].ndim + 1 else ""
+    said = f"{type(model).__name__} was called with a batch of shape {shapes}{hint}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    by_layer = trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.nn.")
+    if isinstance(error, ValueError) and by_layer:  # such as a norm layer with one value per channel
+        if "value per channel" in str(error) and any(layer.running_mean is None for layer in batch_norms):
+            return InputError(f"a BatchNorm layer {WITHOUT_STATISTICS}; {said}")
+        return InputError(f"{error}; {said}")
+    if hint and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(said)
+    return error

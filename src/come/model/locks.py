@@ -14,7 +14,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -56,7 +57,7 @@ class ModelLock:
 
     def run(self, call: Callable[[], T]) -> T:
         """Call a function while no other thread runs the model; restores locks and torch's modes at the end."""
-        return _holding(self._locks, lambda: _in_modes_of_its_own(call))
+        return _holding(self._locks, functools.partial(_in_modes_of_its_own, call))
 
 
 def _holding(locks: Sequence[_Lock], call: Callable[[], T]) -> T:
@@ -102,15 +103,22 @@ def _in_modes_of_its_own(call: Callable[[], T]) -> T:
             c._push_on_torch_function_stack(mode)
 
 
+@contextmanager
+def untracked() -> Iterator[None]:
+    """No gradients, and ordinary tensors even where the user is in `torch.inference_mode`."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Decorate a method of an object with a `ModelLock` as `_lock`: it runs while no other thread runs the model."""
+    """Decorate a method of an adapter or a fleet: it runs while no other thread runs the model."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self._lock.run(lambda: method(self, *args, **kwargs))
+        return self._engine.lock.run(functools.partial(method, self, *args, **kwargs))
 
     return cast(Method, call)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +9,6 @@ from torch import Tensor, nn
 
 from come.errors import ConfigError, ModelError, shown
 from come.select import BATCH_NORMS, Selector
-
-ALIGNED = 64
-"""Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
 
 
 class Slot(NamedTuple):
@@ -22,117 +18,6 @@ class Slot(NamedTuple):
     owner: nn.Module
     attribute: str
     value: Any
-
-
-class AdaptedParameters:
-    """The parameters of a model that adapt, as one vector (P,) and as the places in the model that hold them.
-
-    Args:
-        model: the user's classifier.
-        select: chooses the parameters.
-        method: name of the method, for messages.
-        descends: whether there must be any.
-    """
-
-    def __init__(self, model: nn.Module, select: Selector, method: str, descends: bool) -> None:
-        self.model = model
-        self.parameters = selected(model, select, method, descends)
-        """The adapted parameters by name, the user's own."""
-        self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        self._room = [-(-p.numel() // ALIGNED) * ALIGNED for p in self.parameters.values()]
-        self._number = {id(p): i for i, p in enumerate(self.parameters.values())}
-        self._params = list(model.parameters())
-        self._slots, self._links = slots_of(model, self._number)
-        self._versions = self._read_versions()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._params[0].device if self._params else torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the vector: float64 for models in double precision, else float32."""
-        double = any(p.dtype == torch.float64 for p in self.parameters.values())
-        return torch.float64 if double else torch.float32
-
-    def join(self, values: Sequence[Tensor]) -> Tensor:
-        """One tensor for each adapted parameter -> the vector (P,)."""
-        parts = [
-            nn.functional.pad(value.detach().to(self.dtype).flatten(), (0, room - value.numel()))
-            for value, room in zip(values, self._room, strict=True)
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
-
-    def split(self, weights: Tensor) -> list[Tensor]:
-        """The vector (P,) -> a view for each adapted parameter."""
-        if not self._room:
-            return []
-        parts = torch.split(weights, self._room)
-        return [_cut(part, shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
-
-    def named(self, weights: Tensor) -> dict[str, Tensor]:
-        """The vector (P,) as tensors by parameter name."""
-        return dict(zip(self.shapes, self.split(weights), strict=True))
-
-    def source(self) -> Tensor:
-        """The model's own values as a vector."""
-        return self.join(list(self.parameters.values()))
-
-    def largest(self) -> float:
-        """How large a weight may be, with room to spare: in half precision an overflow is near."""
-        return min((torch.finfo(p.dtype).max / 1e3 for p in self.parameters.values()), default=torch.inf)
-
-    def split_streams(self, weights: Tensor) -> list[Tensor]:
-        """The vectors (n, P) -> (n, ...) for each adapted parameter."""
-        parts = torch.split(weights, self._room, dim=-1) if self._room else ()
-        return [
-            part[..., : p.numel()].reshape(*weights.shape[:-1], *p.shape).to(p.dtype)
-            for part, p in zip(parts, self.parameters.values(), strict=True)
-        ]
-
-    @torch.no_grad()
-    def overwrite(self, weights: Tensor) -> None:
-        """Write the vector (P,) into the model's own parameters, all or none."""
-        before = [p.clone() for p in self.parameters.values()]
-        try:
-            for p, value in zip(self.parameters.values(), self.split(weights), strict=True):
-                p.copy_(value)
-        except BaseException:
-            for p, value in zip(self.parameters.values(), before, strict=True):
-                p.copy_(value)
-            self._versions = self._read_versions()
-            raise
-
-    # ---- has the user changed the model? ----
-
-    def _read_versions(self) -> list[int]:
-        # torch counts in-place changes in `_version`, which has no public name; moving and casting do not count.
-        return [p._version for p in self.parameters.values()]
-
-    def check_unchanged(self) -> None:
-        """Raise `ModelError` if an adapted parameter was replaced or overwritten since the model was borrowed."""
-        for path, (parent, name, child) in self._links.items():
-            if parent._modules.get(name) is not child:
-                raise self._changed(path, "was replaced")
-        for slot in self._slots:
-            if slot.owner._parameters.get(slot.attribute) is not slot.value:
-                raise self._changed(slot.name, "was replaced")
-        for name, before, after in zip(self.shapes, self._versions, self._read_versions(), strict=True):
-            if before != after:
-                raise self._changed(name, "was overwritten")
-
-    def _changed(self, name: str, what: str) -> ModelError:
-        return ModelError(
-            f"{name!r} of {type(self.model).__name__} {what} after adapt(): the adapter would go on with the old values. "
-            "Load weights and exchange layers first, then call adapt() again"
-        )
-
-
-def _cut(part: Tensor, shape: torch.Size) -> Tensor:
-    """The parameter of that shape at the beginning of a part of the vector, in as few operations as possible."""
-    part = part if len(part) == shape.numel() else part[: shape.numel()]
-    return part if part.shape == shape else part.view(shape)
 
 
 def selected(model: nn.Module, select: Selector, method: str, descends: bool) -> dict[str, nn.Parameter]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from come.errors import ConfigError, InputError
+
 FEW_ROWS, PART = 2**14, 2**20
 """Up to so many rows, or so many logits, are computed at once; more in parts of so many logits."""
 
@@ -51,6 +53,63 @@ def everywhere(rows: Tensor, positions: tuple[int, ...]) -> Tensor:
     return rows.view(-1, math.prod(positions)).all(dim=1) if positions else rows
 
 
+class Located:
+    """Which rows of a step's logits may drive an update; where the positions are is known from its first logits.
+
+    Args:
+        valid: (B,) bool, the valid samples.
+        ignore: (B, *P) bool, positions that drive nothing.
+        refuses: why logits with positions cannot be taken, if so.
+    """
+
+    def __init__(self, valid: Tensor, ignore: Tensor | None = None, refuses: str = "") -> None:
+        self.valid = valid
+        """(N,) bool: which rows of the logits may drive an update; of the samples before the first `forward` of the step."""
+        self.samples = valid
+        """(B,) bool: which samples may."""
+        self.shape: tuple[int, ...] | None = None
+        self._ignore, self._refuses = ignore, refuses
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The axes of the logits behind the classes, such as (H, W); () of a classifier, and before the first `forward`."""
+        return self.shape or ()
+
+    @property
+    def dense(self) -> bool:
+        """Whether a sample has several positions, so that they are no samples: classes come as images have them."""
+        return math.prod(self.positions) > 1
+
+    def count_valid(self) -> Tensor:
+        """0-d: how many samples have a row that may drive an update."""
+        return anywhere(self.valid, self.positions).sum()
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """Logits (B, K, *P) as rows (N, K)."""
+        positions = tuple(logits.shape[2:])
+        if positions != self.shape:
+            self._locate(positions, logits.shape[1])
+        return rows_of(logits)
+
+    def _locate(self, positions: tuple[int, ...], classes: int) -> None:
+        if positions and self._refuses:
+            raise ConfigError(f"{self._refuses}, got positions {positions}")
+        if self.shape is not None:
+            raise InputError(f"the logits of a step must have the same positions, got {self.shape} and {positions}")
+        self.shape, self.valid = positions, by_position(self.samples, positions)
+        if self._ignore is not None:
+            if tuple(self._ignore.shape[1:]) != positions:
+                raise InputError(
+                    f"ignore must have the shape of the logits without their {classes} classes, (B, {_listed(positions)}), got "
+                    f"{tuple(self._ignore.shape)}; bring a mask of the image to the size of the logits"
+                )
+            self.valid = self.valid & ~self._ignore.reshape(-1).to(self.valid.device)
+
+
+def _listed(positions: tuple[int, ...]) -> str:
+    return ", ".join(map(str, positions))
+
+
 def parts(rows: Tensor) -> Iterator[slice]:
     """Divides rows (N, K) so that no part has many more than `PART` entries; one part where there are few."""
     if len(rows) <= FEW_ROWS or rows.numel() <= PART:
@@ -62,7 +121,7 @@ def parts(rows: Tensor) -> Iterator[slice]:
 
 
 def by_rows(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
-    """A function of rows, (..., K) -> (...,), in parts: `function(*logits)` without its memory; all logits of one shape.
+    """A function of rows, (..., K) -> (...,), in parts: `function(*logits)` with less memory.
 
     >>> x = torch.zeros(30_000, 40, requires_grad=True)
     >>> by_rows(lambda z: z.exp().sum(dim=-1), x).sum().backward()
@@ -116,9 +175,8 @@ class _InParts(torch.autograd.Function):
                 own = [v[cut].detach().requires_grad_(want) for v, want in zip(rows, wanted, strict=True)]
                 out = ctx.function(*own)
             known = [(o, g) for o, g in zip(out, (gradients[0][cut], gradients[1]), strict=True) if o.requires_grad]
-            slopes = torch.autograd.grad(
-                *zip(*known, strict=True), [v for v in own if v.requires_grad], allow_unused=True
-            )  # type: ignore[arg-type]
+            outputs, slopes_out = zip(*known, strict=True)
+            slopes = torch.autograd.grad(outputs, [v for v in own if v.requires_grad], slopes_out, allow_unused=True)
             for place, slope in zip([f for f in found if f is not None], slopes, strict=True):
                 if slope is not None:
                     place[cut] = slope

@@ -10,7 +10,7 @@ backward each rank takes its rows of the gradient, and the gradients of the weig
     _Gathered   forward: rows of all ranks          backward: own rows
     _Summed     forward: the identity               backward: sum over the ranks
 
-BatchNorm statistics are those of all ranks' rows (`Part.moments`), with gradients. A call with fewer rows than ranks is not
+BatchNorm statistics are those of all ranks' rows (`RankRows.moments`), with gradients. A call with fewer rows than ranks is not
 divided: every rank computes all of it, and the answer of the first one counts.
 """
 
@@ -224,15 +224,15 @@ class Ranks:
         weights = self._summed(weights)
         x = x.map(lambda v: self._summed(v) if isinstance(v, Tensor) else v)
         if x.size >= self.size:
-            part = Part(self, split(x.size, self.size))
-            model.part = part
+            rows = RankRows(self, split(x.size, self.size))
+            model.rank_rows = rows
             try:
-                some = x.take(part.rows)
-                return model.logits(model.call(some, weights, statistics, hooks), some.size), part.counts
+                some = x.take(rows.rows)
+                return model.logits(model.call(some, weights, statistics, hooks), some.size), rows.counts
             except NotDivided:  # on every rank: it is the same code
                 pass
             finally:
-                model.part = None
+                model.rank_rows = None
         whole = [x.size] + [0] * (self.size - 1)
         return model.logits(model.call(x, weights, statistics, hooks), x.size), whole
 
@@ -301,7 +301,7 @@ class NotDivided(Exception):  # noqa: N818 - not an error: the call is made in a
     """BatchNorm statistics were estimated from the rows of one rank."""
 
 
-class Part:
+class RankRows:
     """The rows of a call that this rank computes, `counts[rank]` of them."""
 
     def __init__(self, ranks: Ranks, counts: list[int]) -> None:

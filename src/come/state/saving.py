@@ -33,12 +33,12 @@ from come.abstain import Abstention, Promise
 from come.errors import StateError, saved_number
 from come.guard.watch import MOST, Watch
 from come.method import Method
+from come.model.locks import untracked
 from come.model.ranks import Ranks
 from come.optim import adam, sgd
 from come.state.files import replacing, unwritable
 from come.state.hub import Place
-from come.step.context import untracked
-from come.step.state import StreamState
+from come.step.transition import StreamState
 
 if TYPE_CHECKING:
     from come.step.engine import Engine

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, Union, cast
 import torch
 
 from come.errors import ComeError, one_line, warn
+from come.method import NotCapturable, Written, undo
 from come.model.copies import room
 from come.model.inputs import Inputs
 from come.state.trees import leaves, like, replace, signature
-from come.step.context import NotCapturable, Written, undo
-from come.step.state import StepFlags, StepInput, StepOutput
-from come.step.transition import Run, Transition
+from come.step.transition import Run, StepFlags, StepInput, StepOutput, Transition
 
 if TYPE_CHECKING:
     from come.streams.transition import StackedTransition
@@ -56,7 +55,6 @@ class CompiledSteps:
         """One step."""
 
         def compute() -> StepOutput:
-            step.seed(run)
             return step(flags, given, x, run)
 
         if not (self._works and self._divides(step) and self._compiles(step, x)):

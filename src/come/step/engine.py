@@ -6,33 +6,34 @@ It holds no stream: an `Adapter` has one state, a `Fleet` many.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from come import methods, optim
-from come.abstain import Abstention, Promise, Wanted, abstains, followed, scored, usable
-from come.errors import CollapseError, ConfigError, ModelError, shown
+from come.abstain import Abstention, Promise, Wanted, abstains, by_image, followed, scored, usable
+from come.errors import CollapseError, ConfigError, ModelError, require, shown, warn
 from come.guard.config import Event, Guard
 from come.guard.watch import Sent, Watch, send
-from come.method import Method, Step
+from come.method import Context, Method, Step, Written
 from come.model.copies import Mode, Precision
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs, Key
-from come.model.locks import ModelLock
+from come.model.locks import ModelLock, untracked
 from come.model.ranks import Ranks, bits
 from come.objectives import Objective
 from come.select import Selector
 from come.state.trees import replace
 from come.step.compiled import CompiledSteps
-from come.step.context import Context, Written, untracked
-from come.step.state import StepFlags, StepInput, StepOutput, StreamState
-from come.step.transition import Run, Transition
+from come.step.transition import Run, StepFlags, StepInput, StepOutput, StreamState, Transition
 
-T = TypeVar("T")
+log = logging.getLogger("come.guard")
+QUIET = ("healthy", "raised", "statistics")
+"""Kinds of events that are no reason to worry."""
 FEW = 0.4
 """If a smaller share of the samples drove the last update, a forward without a gradient and one of those samples with it are
 expected to cost less than a forward and a backward of all."""
@@ -41,13 +42,7 @@ expected to cost less than a forward and a backward of all."""
 class Engine:
     """A method on a model under a guard, with all that does not change from step to step.
 
-    Args:
-        model: the user's classifier; it is not changed.
-        method: what adapts; the engine keeps a copy.
-        guard: or None.
-        mode: precision, memory format, compiled or not.
-        ranks: the processes that share the stream, or None.
-        per_sample: arguments of the model with one entry per sample, see `come.model.inputs.Arguments`.
+    The arguments are those of `come.adapt`; `method` is copied, `ranks` are the processes that share the stream, or None.
     """
 
     model: FunctionalModel
@@ -55,33 +50,6 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
-        method: Method,
-        guard: Guard | None = None,
-        mode: Mode | None = None,
-        ranks: Ranks | None = None,
-        per_sample: Collection[Key] | None = None,
-    ) -> None:
-        if ranks is not None:
-            ranks.check_model(model, method.name, method.undivided)
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
-        self.user_model, self.method, self.guard, self.ranks = model, copy.copy(method), guard, ranks
-        self.promise: Promise | None = None
-        """What `calibrate` promised."""
-        self.fingerprint: dict[str, Any] = {}
-        """Of the source model, see `come.state.saving`."""
-        self._per_sample = per_sample
-        self.lock = ModelLock(model)
-        # Locked, since other weights are in the model while another adapter's step runs.
-        self.lock.run(lambda: self._begin(mode or Mode()))
-        for name in self.method.once:
-            if hasattr(self.method, name):
-                setattr(self.method, name, None)
-
-    @classmethod
-    def of(
-        cls,
         model: nn.Module,
         method: str | type[Method] | Method,
         *,
@@ -92,9 +60,9 @@ class Engine:
         channels_last: bool,
         ranks: Ranks | None = None,
         per_sample: Collection[Key] | None = None,
+        class_dim: int = 1,
         **hyperparameters: Any,
-    ) -> Engine:
-        """From the arguments of `come.adapt`."""
+    ) -> None:
         if not isinstance(guard, (bool, Guard)):
             raise ConfigError(f"guard must be True, False or a come.Guard, got {shown(guard)}")
         hyperparameters |= {} if objective is None else {"objective": objective}
@@ -105,7 +73,25 @@ class Engine:
                 f"{', '.join(hyperparameters)} cannot be combined with a Method instance; pass it to {type(method).__name__}()"
             )
         mode = Mode(precision, compile, channels_last)
-        return cls(model, method, Guard() if guard is True else guard or None, mode, ranks, per_sample)
+        if ranks is not None:
+            ranks.check_model(model, method.name, method.undivided)
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+        self.user_model, self.method, self.ranks = model, copy.copy(method), ranks
+        self.guard = Guard() if guard is True else guard or None
+        self.promise: Promise | None = None
+        """What `calibrate` promised."""
+        self.fingerprint: dict[str, Any] = {}
+        """Of the source model, see `come.state.saving`."""
+        self._per_sample, self._class_dim = per_sample, class_dim
+        where = "a dimension of the logits, such as 1 or -1, and not 0, which holds the samples"
+        require(type(class_dim) is int and class_dim != 0, "class_dim", class_dim, where)
+        self.lock = ModelLock(model)
+        # Locked, since other weights are in the model while another adapter's step runs.
+        self.lock.run(lambda: self._begin(mode))
+        for name in self.method.once:
+            if hasattr(self.method, name):
+                setattr(self.method, name, None)
 
     def _begin(self, mode: Mode) -> None:
         with untracked():
@@ -113,13 +99,15 @@ class Engine:
             self.follow()  # copies of the model that other adapters have made may be stale
             first = self.first()
         ctx = self.context(first, 1)
-        found = self.model.borrow(lambda: self.method.setup(ctx))
+        found = self.model.borrow(self.method.setup, ctx)
         self.transition = replace(self.transition, fixed=self.transition.fixed | found)
 
     def _bind(self, select: Selector, mode: Mode) -> None:
         """Make what belongs to this model and this process; a copy makes it anew."""
         method = self.method
-        self.model = FunctionalModel(self.user_model, select, method.name, method.descends, mode, self._per_sample)
+        self.model = FunctionalModel(
+            self.user_model, select, method.name, method.descends, mode, self._per_sample, self._class_dim
+        )
         rule = None
         if self.model.parameters:
             rule = optim.get(method.optimizer, self.model.split, self.model.join)
@@ -127,11 +115,15 @@ class Engine:
         self.compiled = CompiledSteps()
         self.generator = torch.Generator(self.device)
         self._rate: tuple[tuple[Any, ...], Tensor] | None = None
+        self.together: Callable[[], AbstractContextManager[None]] = nullcontext
+        """For a step: on several ranks, one that fails alone stops talking to the others."""
+        if self.ranks is not None:
+            self.together = self.ranks.noticing
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: locks, generators and graphs are made anew."""
         kept = dict(vars(self))
-        for name in ("lock", "model", "transition", "compiled", "generator", "_rate"):
+        for name in ("lock", "model", "transition", "compiled", "generator", "together", "_rate"):
             del kept[name]
         step = self.transition
         fixed = {name: {} if name == "live" else value for name, value in step.fixed.items()}
@@ -186,6 +178,10 @@ class Engine:
         """Whether this process writes files and logs: on several ranks the first one."""
         return self.ranks is None or self.ranks.writes
 
+    def classes_last(self, logits: Tensor) -> Tensor:
+        """Logits in the shape of the model's, (B, K) or (B, K, *P), as (B, *P, K)."""
+        return logits if logits.ndim < 3 else logits.movedim(self.model.class_dim, -1)
+
     # ---- batches ----
 
     def batch(
@@ -202,10 +198,6 @@ class Engine:
             return self.model.read(args, kwargs, empty=True)
 
         return self.ranks.batch(read, state.count, decided, self.device)
-
-    def together(self) -> AbstractContextManager[None]:
-        """For a step: on several ranks, one that fails alone stops talking to the others."""
-        return nullcontext() if self.ranks is None else self.ranks.noticing()
 
     # ---- steps ----
 
@@ -224,25 +216,34 @@ class Engine:
         if self.model.mode.compile:
             found = self.compiled.run(self.transition, flags, given, x, run)
         else:
-            self.transition.seed(run)
-            found = self.model.borrow(lambda: self.transition(flags, given, x, run))
+            found = self.model.borrow(self.transition, flags, given, x, run)
         later = self.ended(state, flags, found, size)
-        out, (later,) = self.abstaining([later], found.out, size)
+        out, (later,) = self.abstaining([later], found.out, size, x.ignore)
         return later, out, events
 
     def answer(self, state: StreamState, x: Inputs) -> Step:
         """Logits and which samples are valid, without adapting."""
         run = Run(state.count, self.generator, [])
-        self.transition.seed(run)
-        flags, given = self.flags(state), self.given(state, x.size)
-        return self.model.borrow(lambda: self.transition.answer(flags, given, x, run))
+        return self.model.borrow(self.transition.answer, self.flags(state), self.given(state, x.size), x, run)
 
     def begun(self, state: StreamState) -> tuple[StreamState, list[Event]]:
         """The state with which a step begins: forgotten if that is due, and with pending guard signals read."""
         due = self.method.reset_every is not None and state.count >= self.method.reset_every
         if self.method.episodic or due:
             state = self._forgotten(state)
-        return (state, []) if self.guard is None else self._read(state, self.guard)
+        if self.guard is None or state.watch is None:
+            return state, []
+        checks = self.method.changes
+        watch, events, cause = state.watch.read(self.guard, self.transition.chooses, checks)
+        if cause is None:
+            return state._replace(watch=watch), events
+        if cause.kind == "collapse" and self.guard.policy == "raise":
+            raise CollapseError(
+                f"{self.method.name} has collapsed at step {cause.step}: {cause.message}; reset() it, lower lr, or use "
+                "objective='come' or Guard(policy='recover')"
+            )
+        watch, more = watch.recovered(self.guard, cause, not self._can_recover, checks)
+        return self.first()._replace(count=state.count, watch=watch, abstention=state.abstention), [*events, *more]
 
     def ended(
         self, state: StreamState, flags: StepFlags, found: StepOutput, size: int, send: Callable[..., Sent] = send
@@ -261,7 +262,9 @@ class Engine:
             found.weights, found.moments, found.state, state.count + 1, watch, selected, state.abstention
         )
 
-    def abstaining(self, states: list[StreamState], out: Step, size: int) -> tuple[Step, list[StreamState]]:
+    def abstaining(
+        self, states: list[StreamState], out: Step, size: int, ignore: Tensor | None = None
+    ) -> tuple[Step, list[StreamState]]:
         """Mark the answers to abstain from, and move thresholds that follow; streams of one promise, `size` samples each."""
         known = [state.abstention for state in states if state.abstention is not None]
         if not known:
@@ -270,12 +273,15 @@ class Engine:
         own = [one.threshold for one in known if one.threshold is not None]
         thresholds = torch.stack(own) if own else None
         by_sample = None if thresholds is None else thresholds.repeat_interleave(size)
-        abstain = abstains(promise, self.objective, out.logits, by_sample, out.valid)
+        logits = self.classes_last(out.logits)
+        abstain = abstains(promise, self.objective, logits, by_sample, out.valid)
         if thresholds is not None:
-            counted = usable(out.logits, out.valid)
-            moved = followed(promise, thresholds, abstain.view(-1, size), counted.view(-1, size)).detach()
+            counted = usable(logits, out.valid)
+            counted = counted if ignore is None else counted & ~ignore.to(counted.device)
+            share, counted = by_image(abstain, counted) if counted.ndim > 1 else (abstain, counted)
+            moved = followed(promise, thresholds, share.view(-1, size), counted.view(-1, size)).detach()
             parts = zip(states, moved.unbind(0), strict=True)
-            states = [replace(state, abstention=Abstention(promise, value.clone())) for state, value in parts]
+            states = [state._replace(abstention=Abstention(promise, value.clone())) for state, value in parts]
         return out._replace(abstain=abstain), states
 
     # ---- what the host decides ----
@@ -289,11 +295,11 @@ class Engine:
 
     def given(self, state: StreamState, size: int) -> StepInput:
         """The tensors that a step of one stream begins with."""
-        key = (self.rate(state, size, self.method), state.weights.dtype, self.device)
+        watch, weights = state.watch, state.weights
+        key = (size, watch and watch.scale, self.method.lr, weights.dtype, weights.device)
         if self._rate is None or self._rate[0] != key:
-            self._rate = key, torch.full((), key[0], dtype=key[1], device=key[2])
-        given = StepInput(state.weights, state.moments, state.state, self._rate[1])
-        watch = state.watch
+            self._rate = key, weights.new_full((), self.rate(state, size, self.method))
+        given = StepInput(weights, state.moments, state.state, self._rate[1])
         if watch is None or self.guard is None:
             return given
         given = given._replace(history=watch.history)
@@ -324,28 +330,34 @@ class Engine:
     def context(self, state: StreamState, size: int) -> Context:
         """For calls of a method outside of a step."""
         run = Run(state.count, self.generator, [])
-        self.transition.seed(run)
         valid = torch.ones(size, dtype=torch.bool, device=self.device)
         return self.transition.context(self.flags(state), self.given(state, size), valid, run)
 
-    def _read(self, state: StreamState, guard: Guard) -> tuple[StreamState, list[Event]]:
-        """Read pending signals, and recover if they ask for it."""
-        assert state.watch is not None
-        watch, events, cause = state.watch.read(guard, self.transition.chooses)
-        if cause is None or (cause.kind == "collapse" and guard.policy == "warn"):
-            return replace(state, watch=self._asking(watch)), events
-        if cause.kind == "collapse" and guard.policy == "raise":
-            raise CollapseError(
-                f"{self.method.name} has collapsed at step {cause.step}: {cause.message}; reset() it, lower lr, or use "
-                "objective='come' or Guard(policy='recover')"
-            )
-        watch, more = watch.recovered(guard, cause, not self._can_recover)
-        watch = self._asking(watch.counted(more))
-        return replace(self.first(), count=state.count, watch=watch, abstention=state.abstention), [*events, *more]
+    # ---- what is reported ----
 
-    def _asking(self, watch: Watch) -> Watch:
-        """With a source check, if one is due and can find anything."""
-        return watch.asks() if self.method.changes else watch
+    def report(self, events: list[Event]) -> list[Event]:
+        """Log what the guard has seen, and tell the user's handler; returns an event for each failure of the handler."""
+        failed, handler = [], None if self.guard is None else self.guard.on_event
+        for event in events:
+            if self.writes:
+                level = logging.INFO if event.kind in QUIET else logging.WARNING
+                words = (self.method.name, event.step, event.message)
+                log.log(level, "%s, step %d: %s", *words, extra={"come": event._asdict()})
+            if event.kind == "probabilities":
+                warn(event.message)
+            if handler is not None:
+                failed += self.safely("on_event", event.step, handler, event)
+        return failed
+
+    def safely(self, what: str, step: int, call: Callable[..., Any], *args: Any) -> list[Event]:
+        """Call a user's function; returns an event if it fails."""
+        try:
+            call(*args)
+        except Exception as error:
+            event = Event("callback_failed", step, f"{what} failed: {error}", {})
+            log.exception("%s: %s failed; adaptation goes on", self.method.name, what, extra={"come": event._asdict()})
+            return [event]
+        return []
 
     # ---- states ----
 
@@ -359,9 +371,9 @@ class Engine:
 
     def _forgotten(self, state: StreamState) -> StreamState:
         """After a reset by the method itself: the guard and the threshold keep what they know of the stream."""
-        first = replace(self.first(), abstention=state.abstention)
+        first = self.first()._replace(abstention=state.abstention)
         if state.watch is not None and self.guard is not None:
-            first = replace(first, watch=state.watch.forgotten(self.guard))
+            first = first._replace(watch=state.watch.forgotten(self.guard))
         return first
 
     def reset(self, state: StreamState) -> StreamState:
@@ -370,13 +382,20 @@ class Engine:
         begun = None if known is None else Abstention.begin(known.promise, self.device)
         if watch is not None and self.guard is not None:
             watch = watch.anew(self.guard, self.transition.chooses)
-        return replace(self.first(), abstention=begun, watch=watch)
+        return self.first()._replace(abstention=begun, watch=watch)
 
     def calibrated(self, data: Iterable[Any], wanted: Wanted) -> Promise:
         """The promise that source data allows: the source model answers it, each rank by itself; the first rank's holds."""
         first = self.first()
+
+        def answer(x: Any) -> Step:
+            batch = self.model.read((x,))
+            out = self.answer(first, batch)
+            counted = None if batch.ignore is None else ~batch.ignore.to(self.device)
+            return out._replace(logits=self.classes_last(out.logits), used=counted)
+
         with self._undivided():
-            scores, wrong = scored(data, lambda x: self.answer(first, self.model.read((x,))), self.objective, wanted)
+            scores, wrong = scored(data, answer, self.objective, wanted)
         if self.ranks is not None:
             scores, wrong = self.ranks.first(scores), None if wrong is None else self.ranks.first(wrong)
         return wanted.promise(scores, wrong)
@@ -400,21 +419,24 @@ class Engine:
         self.model.give_back()
         if (copies or not self.model.plain) and self.model.drop_stale_copies():
             self.compiled.forget()
-        step, device, dtype = self.transition, self.device, self.model.dtype
+        step, device, dtype = self.transition, self.model.device, self.model.dtype
         if step.source.device != device or step.source.dtype != dtype:
-            fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in step.fixed.items()}
-            self.generator = torch.Generator(device)
-            self.transition = replace(step, source=step.source.to(device, dtype), fixed=self._cast(fixed))
+            with untracked():
+                fixed = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in step.fixed.items()}
+                self.generator = torch.Generator(device)
+                self.transition = replace(step, source=step.source.to(device, dtype), fixed=self._cast(fixed))
 
     def brought(self, state: StreamState) -> StreamState:
         """A state where the model is, in its precision; after `follow`."""
         weights, source = state.weights, self.transition.source
         if weights.device == source.device and weights.dtype == source.dtype:
             return state
-        state = state.to(self.device, self.method.on_host)
-        memory = None if state.state is None else self._cast(state.state)
-        weights = state.weights.to(self.model.dtype)
-        return replace(state, weights=weights, moments=self._cast(state.moments), state=memory)
+        with untracked():
+            state = state.to(source.device, self.method.on_host)
+            memory = None if state.state is None else self._cast(state.state)
+            return state._replace(
+                weights=state.weights.to(source.dtype), moments=self._cast(state.moments), state=memory
+            )
 
     def _cast(self, values: dict[str, Any]) -> dict[str, Any]:
         """With the precision of the adapted weights for what has an entry for each of them."""

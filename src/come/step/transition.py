@@ -9,31 +9,118 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from come.abstain import Abstention
 from come.guard.config import Guard
-from come.guard.samples import judge
-from come.guard.signals import observe
+from come.guard.signals import judge, observe
 from come.guard.verdict import Verdict, collapsed, compare, judged, surer
-from come.method import Method, Step
+from come.guard.watch import Watch
+from come.method import Context, Method, Step, Written
 from come.model.batchnorm import BatchStatistics, StatisticsRule
 from come.model.functional import FunctionalModel
 from come.model.inputs import UNKNOWN, Inputs, answered
 from come.model.positions import by_position, by_sample, everywhere
-from come.optim import Moments, Rule
+from come.optim import Moments, Rule, chosen
 from come.seeds import derived_seed
-from come.step.context import Context, Written, chosen
-from come.step.state import StepFlags, StepInput, StepOutput
 
 PRIOR = 16
 """How many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
 
 
 T = TypeVar("T")
+
+
+class StreamState(NamedTuple):
+    """All that a step changes. A step never writes into it; it returns a new one."""
+
+    weights: Tensor
+    """(P,): the adapted parameters, in float32 or better."""
+    moments: Moments
+    state: dict[str, Tensor] | None = None
+    """What the method remembers; None before the first batch."""
+    count: int = 0  # type: ignore[assignment]  # tuples have a method of that name
+    """Batches since construction or reset."""
+    watch: Watch | None = None
+    """What the guard has learned; None without one."""
+    selected: float = 1.0
+    """The share of the samples that drove the last update, if the method reports it."""
+    abstention: Abstention | None = None
+    """When to abstain; None before `Adapter.calibrate`."""
+
+    def health(self) -> dict[str, float]:
+        """Counters and gauges of the guard as flat numbers; without a guard, the steps only."""
+        return {"steps": float(self.count)} if self.watch is None else self.watch.health()
+
+    def to(self, device: torch.device, on_host: tuple[str, ...]) -> StreamState:
+        """Move all tensors to a device, except method memory whose name begins with one of `on_host`."""
+        state = self.state
+        if state is not None:
+            state = {k: v if on_host and k.startswith(on_host) else v.to(device) for k, v in state.items()}
+        # Torch optimizers keep some numbers on the CPU on purpose.
+        moments = {k: v.to(device) if v.ndim or v.device.type != "cpu" else v for k, v in self.moments.items()}
+        watch = None if self.watch is None else self.watch.to(device)
+        abstention = None if self.abstention is None else self.abstention.to(device)
+        weights = self.weights.to(device)
+        return self._replace(weights=weights, moments=moments, state=state, watch=watch, abstention=abstention)
+
+    def settled(self) -> StreamState:
+        """With pending guard signals copied to the host, so that it can be pickled."""
+        return self if self.watch is None else self._replace(watch=self.watch.settled())
+
+
+class StepFlags(NamedTuple):
+    """What the host decides before a step. Each combination is compiled and captured by itself."""
+
+    asking: bool = False
+    """The source model checks the adapted one."""
+    resting: bool = False
+    """The source model answers."""
+    frozen: bool = False
+    """The source model answers until `reset()`."""
+    trusted: bool = True
+    """BatchNorm uses statistics of the batch."""
+    new: bool = False
+    """The first batch in the life of the adapter."""
+    few: bool = False
+    """Few samples drove the last update, see `Context.again`."""
+
+
+class StepInput(NamedTuple):
+    """The tensors that a step begins with; for many streams each is (n, ...)."""
+
+    weights: Tensor
+    moments: Moments
+    state: dict[str, Tensor] | None
+    lr: Tensor
+    """0-d."""
+    history: Tensor | None = None
+    """Of the guard, see `come.guard.signals`."""
+    sums: Tensor | None = None
+    """What the current source check has found so far."""
+    needed: Tensor | None = None
+    """0-d: after how many samples the source check may be acted on."""
+    own: dict[str, Tensor] | None = None
+    """0-d: hyperparameters in which this stream differs from the others, of those in `Method.by_stream`."""
+
+
+class StepOutput(NamedTuple):
+    """The tensors that a step ends with."""
+
+    weights: Tensor
+    moments: Moments
+    state: dict[str, Tensor]
+    out: Step
+    history: Tensor | None = None
+    sums: Tensor | None = None
+    signals: Tensor | None = None
+    """Read by the guard two steps later, see `come.guard.watch.Sent`."""
+    selected: float | None = None
+    """The share of the samples that drove the update, if the method reports it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +130,7 @@ class Run:
     count: int | None
     """The number of the batch; None in a graph or for many streams, where a method must not ask for it."""
     generator: Any
-    """Seeded for this batch."""
+    """Seeded for the batch when the method first asks for it."""
     written: list[Written]
     """Receives the rows that the method overwrites in place."""
 
@@ -82,8 +169,9 @@ class Transition:
             keep, weights, moments = self.model.fused(kept)(
                 ctx.ok, ctx.valid, ctx.weights.detach(), given.weights, ctx.moments, given.moments
             )
-            ctx.keep_where(keep)
             state = chosen(keep, ctx.state, given.state or {})
+            if ctx.written:
+                ctx.keep_where(keep)
         return StepOutput(weights, moments, state, self._folded(ctx, out), history, sums, signals, ctx.selected)
 
     @torch.no_grad()
@@ -94,7 +182,7 @@ class Transition:
         logits = ctx.forward(x, self.source, statistics=None) if flags.resting else self.method.predict(ctx, x)
         if self.guard is None:
             return self._folded(ctx, Step(logits))
-        positions = ctx.positions or ()
+        positions = ctx.positions
         valid = ctx.samples & everywhere(answered(logits), positions)
         return self._folded(ctx, Step(self._cleaned(logits, valid, positions, None, None, ctx.ok)[0], valid=valid))
 
@@ -104,7 +192,7 @@ class Transition:
         x = x.for_model()
         if self.guard is not None and history is not None:
             x, valid, history = self.model.fused(judge)(x, history, self.guard.largest_input, self.model.may_branch)
-            valid = valid.to(self.model.device)
+            valid = valid.to(given.weights.device)
         else:
             valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
         return self.context(flags, given, valid, run, ignore), x, history
@@ -131,7 +219,7 @@ class Transition:
             lr=given.lr,
             valid=valid,
             count=run.count,
-            generator=run.generator,
+            seeded=partial(self.seed, run),
             share=self._share(valid, flags.trusted),
             guarded=self.guard is not None,
             few=flags.few,
@@ -140,10 +228,11 @@ class Transition:
             refuses=self._refuses,
         )
 
-    def seed(self, run: Run) -> None:
-        """Begin the random numbers of the batch."""
-        assert run.count is not None
-        run.generator.manual_seed(self.seed_of(run.count, self.method))
+    def seed(self, run: Run) -> Any:
+        """Begin the random numbers of the batch; in a graph or for many streams somebody else does."""
+        if run.count is not None:
+            run.generator.manual_seed(self.seed_of(run.count, self.method))
+        return run.generator
 
     def borrow(self, call: Callable[[], T]) -> T:
         """Call something that runs the model, which is restored when this returns or raises."""
@@ -177,7 +266,7 @@ class Transition:
         answers = out.logits.detach()
         with torch.no_grad():
             objective, weights, closely = self.method.objective, ctx.weights.detach(), flags.new or flags.asking
-            positions = ctx.positions or ()
+            positions = ctx.positions
             usable, ctx.ok, seen = self.model.fused(observe)(
                 objective, answers, ctx.samples, ctx.valid, positions, ctx.ok, weights, self.source, closely
             )
@@ -199,7 +288,7 @@ class Transition:
             with self.model.as_it_is():
                 batch = ctx.forward(x, self.source, statistics=BatchStatistics(share))
             same = batch if flags.trusted else source
-        positions = ctx.positions or ()
+        positions = ctx.positions
         found = compare(answers, same, ctx.valid, batch, source, positions=positions, corrected=self.method.corrects)
         found = found if given.sums is None else given.sums + found
         if flags.resting:

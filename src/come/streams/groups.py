@@ -15,8 +15,7 @@ from come.method import Method, Step
 from come.model.inputs import Inputs
 from come.optim import TorchRule
 from come.step.engine import Engine
-from come.step.state import StepFlags, StepInput, StepOutput, StreamState
-from come.step.transition import Run
+from come.step.transition import Run, StepFlags, StepInput, StepOutput, StreamState
 from come.streams.rendezvous import Rendezvous
 from come.streams.transition import StackedModel, StackedTransition
 from come.streams.vmap import apart, index, joined, over, parted, sent
@@ -40,6 +39,11 @@ class Group(NamedTuple):
     flags: StepFlags
     given: StepInput
     x: Inputs
+
+    @property
+    def ignore(self) -> Tensor | None:
+        """Of all samples: positions that drive nothing."""
+        return None if self.x.ignore is None else self.x.ignore.flatten(0, 1)
 
     @property
     def rows(self) -> list[int]:
@@ -83,7 +87,7 @@ class Groups:
         steps = list[tuple[list[int], Step]]()
         for group, output in found:
             later = self._ended(group, output)
-            out, later = self._engine.abstaining(later, _flat(output.out), group.size)
+            out, later = self._engine.abstaining(later, _flat(output.out), group.size, group.ignore)
             states |= {part.name: state for part, state in zip(group.parts, later, strict=True)}
             steps.append((group.rows, out))
         return states, in_order(steps, x.size)

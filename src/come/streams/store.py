@@ -14,7 +14,7 @@ from come.method import Method
 from come.state import saving
 from come.state.trees import replace
 from come.step.engine import Engine
-from come.step.state import StreamState
+from come.step.transition import StreamState
 from come.streams.spill import Spilled, SpillFolder
 
 
@@ -37,7 +37,7 @@ class Stream:
         if isinstance(self.state, Spilled):
             return self
         begun = Abstention.begin(promise, self.state.weights.device)
-        return replace(self, state=replace(self.state, abstention=begun))
+        return replace(self, state=self.state._replace(abstention=begun))
 
 
 class Residency:

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from come.errors import ConfigError
-from come.method import Method, Step
+from come.method import Method, NotCapturable, Step
 from come.model.batchnorm import BatchStatistics, Statistics
 from come.model.copies import Function
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs
 from come.state.trees import leaves, like, replace, signature
-from come.step.context import NotCapturable
-from come.step.state import StepFlags, StepInput, StepOutput
-from come.step.transition import Run, Transition
+from come.step.transition import Run, StepFlags, StepInput, StepOutput, Transition
 from come.streams.norms import Block
 from come.streams.rendezvous import ask
 from come.streams.vmap import BARE_CALL, CALL, Value, drawn, gradient, leaf, outside, over
