@@ -13,7 +13,7 @@ import pytest
 import yaml
 from calling import call
 
-from come.bench import Bench, Plan, RunFolder, board, models, protocols, revision
+from come.bench import Bench, Plan, RunFolder, board, machine, models, protocols
 from come.bench.board.page import write_board
 from come.bench.board.ranking import read_board
 from come.bench.board.schema import LARGEST
@@ -330,10 +330,10 @@ def test_the_commit_is_that_of_the_library(tmp_path, monkeypatch):
     package = tmp_path / "src" / "come"
     package.mkdir(parents=True)
     (package / "version.py").write_text("1")
-    monkeypatch.setattr(revision, "PACKAGE", package)
-    monkeypatch.setattr(revision, "_of_installation", lambda: None)
+    monkeypatch.setattr(machine, "PACKAGE", package)
+    monkeypatch.setattr(machine, "_of_installation", lambda: None)
     monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))  # as in a hook of another repository
-    commit = revision.commit.__wrapped__
+    commit = machine.commit.__wrapped__
     assert commit() is None
     monkeypatch.delenv("GIT_DIR")
     git(tmp_path, "init")
@@ -349,12 +349,12 @@ def test_the_commit_is_that_of_the_library(tmp_path, monkeypatch):
 
 def test_pip_notes_the_commit_too(monkeypatch):
     noted = {"url": "https://github.com/acme/come", "vcs_info": {"vcs": "git", "commit_id": COMMIT}}
-    monkeypatch.setattr(revision, "_of_checkout", lambda: None)
+    monkeypatch.setattr(machine, "_of_checkout", lambda: None)
     for text, expected in (
         (json.dumps(noted), COMMIT),
         ('{"dir_info": {"editable": true}}', None),
         (None, None),
         ("{", None),
     ):
-        monkeypatch.setattr(revision, "distribution", lambda name, text=text: SimpleNamespace(read_text=lambda _: text))
-        assert revision.commit.__wrapped__() == expected
+        monkeypatch.setattr(machine, "distribution", lambda name, text=text: SimpleNamespace(read_text=lambda _: text))
+        assert machine.commit.__wrapped__() == expected

@@ -84,7 +84,15 @@ def test_other_names_are_no_attributes():
 ROOMS = {"images", "model", "state", "step", "streams"}  # folders whose modules have a place each
 LAYERS = [
     ["errors", "seeds", "state.trees", "streams.rendezvous", "model.locks", "version"],
-    ["images.augment", "images.geometry", "images.normalization", "model.heads", "model.inputs", "model.interface", "optim"],
+    [
+        "images.augment",
+        "images.geometry",
+        "images.normalization",
+        "model.heads",
+        "model.inputs",
+        "model.interface",
+        "optim",
+    ],
     ["corruptions", "model.positions", "registry", "select", "state.files", "state.hub", "theory"],
     ["model.batchnorm", "model.parameters", "objectives", "streams.names", "streams.spill", "streams.vmap"],
     ["abstain_by_image", "guard", "metrics", "model.ranks", "streams.norms"],

@@ -346,7 +346,11 @@ def test_labels_that_cannot_be_used_are_named(tmp_path, spoil, said):
 @pytest.mark.parametrize(
     ("spec", "error", "said"),
     [
-        ("cityscapes:{}", InputError, "has no image .*_leftImg8bit.png; give the folder that holds leftImg8bit and gtFine"),
+        (
+            "cityscapes:{}",
+            InputError,
+            "has no image .*_leftImg8bit.png; give the folder that holds leftImg8bit and gtFine",
+        ),
         ("cityscapes:{}:split=tset", ConfigError, "no split of cityscapes 'tset'. Known: train, val"),
         ("acdc:{}", InputError, "has none of the folders fog, night, rain, snow"),
     ],

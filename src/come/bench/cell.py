@@ -60,12 +60,7 @@ def knob(default: Any, description: str, group: str = WHAT, **limits: Any) -> An
     return Field(default, description=description, json_schema_extra={"group": group}, **limits)
 
 
-PLAINER = {
-    "Input should be": "must be",
-    "valid tuple": "list",
-    "Tuple should": "must",
-    "valid dictionary": "table",
-}
+PLAINER = {"Input should be": "must be", "valid tuple": "list", "Tuple should": "must", "valid dictionary": "table"}
 """Words of pydantic, and ours."""
 
 

@@ -14,16 +14,12 @@ from come.adapter import adapt
 from come.bench.data import Source
 from come.bench.models import Model
 
-LOOKED_AT = 256
-"""Images that are looked at, at most."""
+LOOKED_AT = 256  # images that are looked at, at most
 AT_ONCE = 32
-PATIENCE = 3.0
-"""Seconds after which no more of them are."""
+PATIENCE = 3.0  # seconds after which no more of them are
 UNLIKELY = 0.01
-ANOTHER = 0.5
-"""The share that is right in another order of the classes, from which on it is worth a sentence."""
-FOR_EACH = 5
-"""Images of a class, on average, from which another order of the classes can be seen."""
+ANOTHER = 0.5  # the share that is right in another order of the classes, from which on it is worth a sentence
+FOR_EACH = 5  # images of a class, on average, from which another order of the classes can be seen
 
 
 def doubt(
@@ -36,13 +32,8 @@ def doubt(
 ) -> str:
     """Why a model may not fit the data: it is near chance on the first of some samples; empty if it is not.
 
-    Args:
-        model: on the device.
-        source: the data.
-        indices: which samples, in an order that knows nothing of their classes.
-        shift: corruption and severity, for data that holds corrupted images only; None is clean.
-        device: of the model.
-        order: of the classes, in words, where they have names.
+    The order of these samples must know nothing of their classes. A corruption is for data that holds corrupted images only;
+    None is clean. `order` is that of the classes, in words, where they have names.
     """
     seen = look(model, source, indices[:LOOKED_AT], shift, device)
     samples, classes = len(seen.labels), model.num_classes
@@ -55,12 +46,8 @@ def doubt(
     )
     if (share := right_in_another_order(seen, classes)) > ANOTHER:
         said += f" With the classes in another order {share:.1%} would be right."
-    if order:
-        said += (
-            f" The order is {order}; if the model's outputs have another, give --classes FILE, their names in order."
-        )
-    else:
-        said += " The labels must be numbered as the model's outputs are."
+    named = f" The order is {order}; if the model's outputs have another, give --classes FILE, their names in order."
+    said += named if order else " The labels must be numbered as the model's outputs are."
     hard = " and the images are not that hard" if shifted else ""
     return f"{said} If it is right{hard}, check --normalization (or --mean and --std) and --image-size."
 

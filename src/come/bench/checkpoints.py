@@ -19,8 +19,7 @@ from come.errors import ModelError, one_line
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, floating-point ones as float32; none is larger than what the file holds of it.
 
-    Args:
-        path: a safetensors file, or a torch file of a state dict, by itself or under "state_dict" or "model".
+    It is a safetensors file, or a torch file of a state dict, by itself or under "state_dict" or "model".
 
     Example:
         >>> import tempfile

@@ -15,8 +15,7 @@ from typing import Any
 
 from come.errors import ConfigError, InputError, one_line, pip_install, require, require_number
 
-REACH = 10.0
-"""Seconds in which a cluster must answer."""
+REACH = 10.0  # seconds in which a cluster must answer
 INSTALL = f"install it with: {pip_install('bench,ray')}"
 
 
@@ -41,9 +40,8 @@ class Cluster:
     gpus: float | None = None
 
     def __post_init__(self) -> None:
-        if self.address is not None and self.address != "auto":
-            known = "HOST:PORT, ray://HOST:PORT or auto"
-            require(_host_and_port(self.address) is not None, "address", self.address, known)
+        known = self.address in (None, "auto") or _host_and_port(str(self.address)) is not None
+        require(known, "address", self.address, "HOST:PORT, ray://HOST:PORT or auto")
         limit = "a number > 0"
         require(require_number("cpus", self.cpus, limit) and 0 < self.cpus <= 10**6, "cpus", self.cpus, limit)
         if self.gpus is not None:

@@ -11,6 +11,7 @@ The p-values of all rows are corrected together (Benjamini and Hochberg): of the
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,7 @@ class Change:
     method: str
     objective: str
     domain: str
-    verdicts: Mapping[str, Verdict]
-    """By metric, those that are defined."""
+    verdicts: Mapping[str, Verdict]  # by metric, those that are defined
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,18 @@ class Comparison:
     """What changed from the first run to the second."""
 
     changes: Sequence[Change]
-    differing: Sequence[str]
-    """What was not the same in the two runs: fields of the cells, versions."""
-    costs: Mapping[tuple[str, str], tuple[Cost, Cost]]
-    """By method and objective, before and after."""
-    unlike: str
-    """Why the costs are not compared, if they are not."""
-    alone: tuple[int, int]
-    """Cells that only the first run has, and only the second."""
-    score: str
-    """What FPR ranks samples by."""
+    differing: Sequence[str]  # what was not the same in the two runs: fields of the cells, versions
+    costs: Mapping[tuple[str, str], tuple[Cost, Cost]]  # by method and objective, before and after
+    unlike: str  # why the costs are not compared, if they are not
+    alone: tuple[int, int]  # cells that only the first run has, and only the second
+    score: str  # what FPR ranks samples by
 
 
 def compare_runs(first: RunFolder, second: RunFolder, score: str = "confidence") -> Comparison:
-    """What changed from the first run to the second.
+    """What changed from the first run to the second; `InputError` if they have nothing in common, or cells are ambiguous.
 
-    Args:
-        score: what FPR ranks samples by, a name in `come.metrics.SCORES`. By default it is as published, each objective by its
-            own confidence, and a second one is by softmax for all.
-
-    Raises:
-        InputError: the runs have nothing in common, or one of them has several cells of the same kind.
+    FPR ranks samples by a score of `come.metrics.SCORES`: by default as published, each objective by its own confidence, and a
+    second FPR is by softmax for all.
     """
     ours, theirs = _by_identity(first, score), _by_identity(second, score)
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
@@ -122,53 +113,45 @@ def _by_identity(folder: RunFolder, score: str) -> dict[Identity, Record]:
 
 
 def _differing(before: Iterable[Record], after: Iterable[Record]) -> list[str]:
-    """The fields that differ between paired cells, with their values in both."""
+    """The fields and versions that differ between paired cells, with their values in both."""
+
+    def varied(record: Record) -> dict[str, Any]:
+        values = {name: value for name, value in record.cell if name in VARIED}
+        named = {f"{name} of {record.cell.method}" if name == "hyper" else name: v for name, v in values.items()}
+        return named | dict(record.machine.versions)
+
     found: dict[str, None] = {}
-    for a, b in zip(before, after, strict=True):
-        for name in (name for name in Cell.model_fields if name in VARIED):
-            pair = getattr(a.cell, name), getattr(b.cell, name)
-            if pair[0] != pair[1]:
-                method = f" of {a.cell.method}" if name == "hyper" else ""
-                found[f"{name}{method}: {pair[0]} and {pair[1]}"] = None
-        for name in dict.fromkeys((*a.machine.versions, *b.machine.versions)):
-            versions = a.machine.versions.get(name, "none"), b.machine.versions.get(name, "none")
-            if versions[0] != versions[1]:
-                found[f"{name}: {versions[0]} and {versions[1]}"] = None
+    for a, b in zip(map(varied, before), map(varied, after), strict=True):
+        for name in dict.fromkeys((*a, *b)):
+            first, second = a.get(name, "none"), b.get(name, "none")
+            if first != second:
+                found[f"{name}: {first} and {second}"] = None
     return list(found)
 
 
 def shown_changes(comparison: Comparison, *, everything: bool = False) -> list[RenderableType]:
-    """The comparison for a terminal: a table, its summary, what differed, costs.
-
-    Args:
-        everything: also rows without a difference.
-    """
+    """The comparison for a terminal: a table, also of rows without a difference if asked, its summary, what differed, costs."""
     changes = comparison.changes
     shown = [c for c in changes if everything or any(v.found or v.reason for v in c.verdicts.values())]
     parts: list[RenderableType] = [_table(shown, comparison.score)] if shown else []
     for metric in METRICS:
-        verdicts = [c.verdicts[metric] for c in changes if metric in c.verdicts]
-        if not verdicts:
-            continue
-        counts = {word: sum(v.change == word for v in verdicts) for word in ("better", "worse")}
-        refused = sum(bool(v.reason) for v in verdicts)
-        same = len(verdicts) - sum(counts.values()) - refused
-        text = (
-            f"{counts['better']} better, {counts['worse']} worse, {same} without a difference, {refused} not comparable"
-        )
-        parts.append(Text(f"{called(metric, comparison.score)}: {text}, of {len(verdicts)} rows"))
+        counts = Counter[str](c.verdicts[metric].claim for c in changes if metric in c.verdicts)
+        if counts:
+            claims = ("better", "worse", "no difference found", "not comparable")
+            text = ", ".join(f"{counts[claim]} {claim}" for claim in claims)
+            text = text.replace("no difference found", "without a difference")
+            parts.append(Text(f"{called(metric, comparison.score)}: {text}, of {counts.total()} rows"))
     if any(v.found and len(v.by_seed) == 1 for c in changes for v in c.verdicts.values()):
         parts.append(Text(ONE_SEED))
     parts += [Text(f"differs: {text}") for text in comparison.differing]
-    if any(comparison.alone):
-        parts.append(
-            Text(f"left out: {comparison.alone[0]} cells of the first run only, {comparison.alone[1]} of the second")
-        )
+    first, second = comparison.alone
+    if first or second:
+        parts.append(Text(f"left out: {first} cells of the first run only, {second} of the second"))
     note = (
         "Intervals are 95%, of one row alone, from resampled images; verdicts are corrected for the number of rows: of those "
         "that are called better or worse, at most 5% are expected to be false."
     )
-    return [*parts, *_costs(comparison), Text(note, "dim")]
+    return [*parts, _costs(comparison), Text(note, "dim")]
 
 
 def changes_as_json(comparison: Comparison) -> str:
@@ -210,9 +193,9 @@ def _table(changes: Sequence[Change], score: str) -> RichTable:
     return table
 
 
-def _costs(comparison: Comparison) -> list[RenderableType]:
+def _costs(comparison: Comparison) -> RenderableType:
     if comparison.unlike:
-        return [Text(f"Costs are not compared: {comparison.unlike}.")]
+        return Text(f"Costs are not compared: {comparison.unlike}.")
     table = RichTable(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for head in ("method", "ms per image", "times", "peak MB", "times"):
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=head != "method")
@@ -222,4 +205,4 @@ def _costs(comparison: Comparison) -> list[RenderableType]:
         for before, after, form in (times, (a.memory_mb, b.memory_mb, ".0f")):
             cells += [f"{before:{form}} → {after:{form}}", f"{after / before:.2f}" if before else "·"]
         table.add_row(Text(f"{method} + {objective}"), *cells)
-    return [table]
+    return table

@@ -16,20 +16,14 @@ import torch
 from come.bench.checkpoints import read_weights
 from come.errors import ModelError
 
-PATIENCE = 3.0
-"""Seconds that a host has to answer."""
+PATIENCE = 3.0  # seconds that a host has to answer
 CHECKPOINT = "give --checkpoint FILE"
 
 
 def timm_weights(name: str, config: Any) -> dict[str, Any]:
     """Where timm is to take pretrained weights from, as its `pretrained_cfg_overlay`: a file of the cache, or the network.
 
-    Args:
-        name: of the model, for the error.
-        config: its `timm.models.PretrainedCfg`.
-
-    Raises:
-        ModelError: the weights are not in the cache, and the host does not answer.
+    It raises `ModelError` if they are not in the cache, and the host does not answer. `config` is a `PretrainedCfg` of timm.
     """
     if not config.hf_hub_id:
         if isinstance(config.url, str) and config.url:
@@ -49,15 +43,7 @@ def hub_file(
 ) -> str | None:
     """The first of `files` that is in the cache of the Hugging Face Hub, as a path; None if the Hub must be asked, and answers.
 
-    Args:
-        name: of the model, for the error.
-        repository: "owner/name".
-        files: any of them will do.
-        revision: of the repository.
-        instead: what the user can do without a network.
-
-    Raises:
-        ModelError: none is in the cache, and the Hub does not answer.
+    If it does not answer, a `ModelError` names the model and what to do `instead`.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -65,7 +51,7 @@ def hub_file(
         found = try_to_load_from_cache(repository, file, revision=revision)
         if isinstance(found, str):
             return found
-    offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None
+    offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
     _require_answer(name, constants.ENDPOINT, Path(constants.HF_HUB_CACHE), offline, instead)
     return None
 
@@ -77,9 +63,8 @@ def require_download(name: str, url: str) -> None:
         _require_answer(name, url, cache)
 
 
-def _require_answer(name: str, url: str, cache: Path, silence: str | None = None, instead: str = CHECKPOINT) -> None:
-    silence = silence or no_answer(url)
-    if silence:
+def _require_answer(name: str, url: str, cache: Path, silence: str = "", instead: str = CHECKPOINT) -> None:
+    if silence := silence or no_answer(url):
         raise ModelError(
             f"cannot reach {urlsplit(url).netloc} to download the weights of {name} ({silence}); {instead}, "
             f"or download them on a machine with a network and copy its cache folder to {cache}"

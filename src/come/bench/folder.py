@@ -47,35 +47,25 @@ FORMAT = "come-run-2"
 HEADER = {"format": FORMAT, "come": __version__}
 STANDARD = {name: i for i, name in enumerate(corruptions.names())}
 AGAIN = "run the same 'come bench' command again: it runs this cell anew and keeps the others"
-Stamp = tuple[int, int]
-"""Inode and modification time of a file; they change when it is written again."""
-LARGEST = 2**31
-"""Bytes of a cell: 40 million rows."""
-LARGEST_HEADER = 10**8
-"""Bytes of a header; safetensors reads no longer ones."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system says that has no locks."""
-LARGEST_JSON = 2**20
-"""Bytes of a failure, or of a protocol's outcome."""
+Stamp = tuple[int, int]  # inode and modification time of a file; they change when it is written again
+LARGEST = 2**31  # bytes of a cell: 40 million rows
+LARGEST_HEADER = 10**8  # bytes of a header; safetensors reads no longer ones
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system says that has no locks
+LARGEST_JSON = 2**20  # bytes of a failure, or of a protocol's outcome
 
 Read = TypeVar("Read", bound=Description)
 
 
 class RunFolder:
-    """The results of a plan on disk.
+    """The results of a plan on disk, in a folder that is made if it is not there; `StateError` if it is something else's.
 
-    Args:
-        path: the folder; made if it is not there.
-        read_only: only look; the folder must be a run, and need not be writable.
-
-    Raises:
-        StateError: the folder belongs to another version, to something else, or cannot be written.
+    One that is `read_only` must be a run, and need not be writable.
     """
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path)
-        names = ("cells", "streams", "locks", "failed", "protocols")
-        self.cells, self.streams, self.locks, self.failed, self.protocols = (self.path / name for name in names)
+        self._parts = [self.path / name for name in ("cells", "streams", "locks", "failed", "protocols")]
+        self.cells, self.streams, self.locks, self.failed, self.protocols = self._parts
         if read_only:
             self._check()
             return
@@ -129,7 +119,7 @@ class RunFolder:
                 f"{self.path} was written by come {str(found.get('come'))[:40]}, this is {__version__}: numbers of two "
                 "versions are not mixed; choose another folder with --out"
             )
-        for folder in (self.cells, self.streams, self.locks, self.failed, self.protocols):
+        for folder in self._parts:
             if folder.is_symlink():
                 raise StateError(f"{folder} is a symbolic link; a run folder holds its own: choose another with --out")
 
@@ -212,14 +202,17 @@ class RunFolder:
 
     def rescored(self, records: Iterable[Record], score: str) -> list[Record]:
         """Records with the metrics that follow from their rows under a score, of `come.metrics.SCORES`."""
-        return [record if record.result.score == score else self._rescored(record, score) for record in records]
 
-    def _rescored(self, record: Record, score: str) -> Record:
-        result = record.result
-        if record.cell.dense:
-            raise ConfigError(f"score {score} has no effect on segmentation, which records no FPR; leave --score out")
-        metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
-        return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
+        def rescored(record: Record) -> Record:
+            result = record.result
+            if record.cell.dense:
+                raise ConfigError(
+                    f"score {score} has no effect on segmentation, which records no FPR; leave --score out"
+                )
+            metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
+            return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
+
+        return [record if record.result.score == score else rescored(record) for record in records]
 
     def write(self, record: Record, rows: Rows) -> None:
         """Store a finished cell, whole or not at all."""
@@ -231,8 +224,8 @@ class RunFolder:
 
     def write_failure(self, failure: Failure) -> None:
         """Note that a cell failed."""
-        path = self.failure_file(failure.cell.key)
-        with _replacing(path, f"the failure of cell {failure.cell.key} to {self.path}") as beside:
+        key = failure.cell.key
+        with _replacing(self.failure_file(key), f"the failure of cell {key} to {self.path}") as beside:
             beside.write_text(json.dumps(failure.model_dump(), sort_keys=True) + "\n")
 
     def write_outcome(self, outcome: Outcome) -> None:

@@ -26,14 +26,8 @@ INSTEAD = "give hf:FOLDER, a folder that save_pretrained wrote"
 def load_transformers(name: str, spec: str, state: dict[str, Tensor] | None) -> tuple[nn.Module, Preprocess]:
     """A classifier of transformers, and what its image processor says of its inputs.
 
-    Args:
-        name: of the model, for errors.
-        spec: a model of the Hub or a folder, and arguments of `from_pretrained`: "google/vit-base-patch16-224:revision=main".
-        state: weights that the caller puts in place of the pretrained ones, if there are some.
-
-    Raises:
-        MissingError: transformers is missing.
-        ModelError: there is no such model, it cannot be read, or it is no image classifier.
+    `spec` is a model of the Hub or a folder, and arguments of `from_pretrained`: "google/vit-base-patch16-224:revision=main".
+    Where the caller has weights of its own, only the shape of their head matters here: no others are read.
     """
     try:
         zoo: Any = import_module("transformers")
@@ -79,16 +73,11 @@ def load_transformers(name: str, spec: str, state: dict[str, Tensor] | None) -> 
 
 
 def read_processor(name: str, about: Mapping[str, Any]) -> Preprocess:
-    """The preprocessing that an image processor of transformers describes.
+    """The preprocessing that an image processor of transformers describes, by the fields of its preprocessor_config.json.
 
-    Args:
-        name: of the model, for errors.
-        about: the fields of the processor, as in preprocessor_config.json.
-
-    Example:
-        >>> found = read_processor("hf:x", {"size": {"shortest_edge": 256}, "crop_size": 224, "do_center_crop": True})
-        >>> found.resize, found.size, found.mean
-        (256, 224, (0.0, 0.0, 0.0))
+    >>> found = read_processor("hf:x", {"size": {"shortest_edge": 256}, "crop_size": 224, "do_center_crop": True})
+    >>> found.resize, found.size, found.mean
+    (256, 224, (0.0, 0.0, 0.0))
     """
     resize = _side(name, "size", about.get("size"))
     size = _side(name, "crop_size", about.get("crop_size")) if about.get("do_center_crop") else resize
@@ -97,13 +86,8 @@ def read_processor(name: str, about: Mapping[str, Any]) -> Preprocess:
     # Ours are images in [0, 1], theirs are pixels times a factor.
     scale = 255 * about.get("rescale_factor", 1 / 255) if about.get("do_rescale", True) else 255.0
     mean, std = (about["image_mean"], about["image_std"]) if about.get("do_normalize") else ((0.0,) * 3, (1.0,) * 3)
-    return Preprocess(
-        size,
-        resize,
-        Image.Resampling(int(about.get("resample") or Image.Resampling.BILINEAR)).name.lower(),
-        tuple(value / scale for value in mean),
-        tuple(value / scale for value in std),
-    )
+    kind = Image.Resampling(int(about.get("resample") or Image.Resampling.BILINEAR)).name.lower()
+    return Preprocess(size, resize, kind, *(tuple(value / scale for value in values) for values in (mean, std)))
 
 
 def _side(name: str, field: str, given: Any) -> int:

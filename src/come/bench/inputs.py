@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterable, Sequence
+from itertools import product
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -24,16 +25,11 @@ from come.bench.settings import Episode
 from come.errors import ConfigError, InputError
 from come.methods import get as get_method
 
-IMAGENET = 1000
-"""Classes of a model that can be restricted to some of them, see `Source.subset`."""
+IMAGENET = 1000  # classes of a model that can be restricted to some of them, see `Source.subset`
 
 
 class Inputs:
-    """The model and the data of a plan; the arguments are those of `Bench`.
-
-    Raises:
-        ComeError: the model, its checkpoint, the data or the outliers cannot be opened, or are not the protocol's.
-    """
+    """The model and the data of a plan, opened; the arguments are those of `Bench`."""
 
     def __init__(
         self,
@@ -58,12 +54,10 @@ class Inputs:
             self.source.number(read_classes(plan.classes), plan.classes)
         self.images_sha256 = None if protocol is None else protocol.check_images(self.source)
         self.outliers = {spec: self._open(spec) for spec in plan.outliers or ()}
-        self.clean: Source | None = None
-        """Where source images come from, if a method needs some."""
+        self.clean: Source | None = None  # where source images come from, if a method needs some
         if any("source" in get_method(name.partition(":")[0]).hyperparameters() for name in plan.methods):
             self.clean = self._open(plan.source_data) if plan.source_data else self.source
-        self.restricted = 0
-        """To how many of its classes the model is restricted; 0 if it is not."""
+        self.restricted = 0  # to how many of its classes the model is restricted; 0 if it is not
         subset = self.source.subset
         if subset and self.model.num_classes == IMAGENET and self.source.num_classes != IMAGENET:
             self.model = models.restricted(self.model, subset)
@@ -87,11 +81,6 @@ class Inputs:
 
     def check(self) -> None:
         """Raise a `ComeError` unless model, data and streams belong together."""
-        self._check_data()
-        for stream in self.streams:
-            self._check_stream(stream)
-
-    def _check_data(self) -> None:
         plan, source, model = self.plan, self.source, self.model
         for severity in self.severities:
             source.require(plan.corruptions or (), severity)
@@ -122,19 +111,18 @@ class Inputs:
             )
         if self.clean is not None:
             self.clean.source_images(1)
-
-    def _check_stream(self, stream: Stream) -> None:
-        last = max((i for p, i in enumerate(stream.order) if stream.kind(p) != OUTLIER), default=0)
-        if stream.data != self.plan.data or last >= len(self.source):
-            raise InputError(
-                f"the stream is of {stream.data!r} up to index {last}, the data is {self.plan.data!r} "
-                f"with {len(self.source)} samples; replay it on the data it was made from"
-            )
-        if stream.outliers is not None and stream.outliers not in self.outliers:
-            raise InputError(
-                f"the stream has outliers of {stream.outliers!r}, which is opened only if you name it: give --setting "
-                f"open-world --outliers {stream.outliers}"
-            )
+        for stream in self.streams:
+            last = max((i for p, i in enumerate(stream.order) if stream.kind(p) != OUTLIER), default=0)
+            if stream.data != plan.data or last >= len(source):
+                raise InputError(
+                    f"the stream is of {stream.data!r} up to index {last}, the data is {plan.data!r} with {len(source)} "
+                    "samples; replay it on the data it was made from"
+                )
+            if stream.outliers is not None and stream.outliers not in self.outliers:
+                raise InputError(
+                    f"the stream has outliers of {stream.outliers!r}, which is opened only if you name it: give --setting "
+                    f"open-world --outliers {stream.outliers}"
+                )
 
     def check_domains(self, cells: Sequence[Cell]) -> None:
         """Raise a `ConfigError` if two streams would share a column of the table."""
@@ -187,15 +175,11 @@ class Inputs:
                     "more data, or a larger --limit"
                 )
             return found
-        chosen = [
-            Episode(s, reset=True)
-            for s in self.streams
-            if {name for name, _ in s.shifts} & set(cell.corruptions)
-            and (s.seed, s.outliers) == (cell.seed, cell.outliers)
-        ]
+        chosen = [s for s in self.streams if (s.seed, s.outliers) == (cell.seed, cell.outliers)]
+        chosen = [s for s in chosen if {name for name, _ in s.shifts} & set(cell.corruptions)]
         if not chosen:
             raise InputError(f"no stream was given for {', '.join(cell.corruptions)} with seed {cell.seed}")
-        return chosen
+        return [Episode(stream, reset=True) for stream in chosen]
 
     @property
     def severities(self) -> Sequence[int]:
@@ -225,9 +209,8 @@ class Inputs:
         if not orders:
             seeds = {cell.seed: cell for cell in plan.cells(len(source))}.values()
             orders = [settings.samples(cell, source) for cell in seeds]
-        shifts: list[tuple[str | None, int]] = []
-        shifts += [(name, severity) for name in plan.corruptions or () for severity in self.severities]
-        shifts += [shift for stream in self.streams for shift in stream.shifts]
+        shifts = [shift for stream in self.streams for shift in stream.shifts]
+        shifts += product(plan.corruptions or (), self.severities)
 
         def kept(source: Source, used: Iterable[int]) -> Source:
             if not source.at_hand or (for_others and source.holds is None):

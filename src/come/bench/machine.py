@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import platform
+import subprocess
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import psutil
 import torch
 
 from come.bench.record import Machine
-from come.bench.revision import commit
 
 PACKAGES = ("come-tta", "torch", "timm", "numpy")
+CHANGED = "-changed"  # behind a commit whose files were changed since
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -23,20 +28,14 @@ class Jobs:
     """The processes that work on a run at once."""
 
     count: int = 1
-    first: int | None = None
-    """Process id of the one that started the others; None is this one."""
+    first: int | None = None  # process id of the one that started the others; None is this one
 
 
 ALONE = Jobs()
 
 
 class Meter:
-    """Measures what a cell takes, from its making to `machine` and `peak_megabytes`.
-
-    Args:
-        device: where the model is.
-        jobs: the processes that work on the run.
-    """
+    """Measures what a cell takes on a device, from its making to `machine` and `peak_megabytes`."""
 
     def __init__(self, device: torch.device, jobs: Jobs = ALONE) -> None:
         self.device, self.jobs = device, jobs
@@ -51,11 +50,7 @@ class Meter:
         return time.perf_counter() - self._began
 
     def machine(self, streams: int = 1) -> Machine:
-        """Versions, device and threads, and how many cores other programs kept busy meanwhile.
-
-        Args:
-            streams: how many cells ran at once, as streams of one fleet.
-        """
+        """Versions, device, threads, cells that ran at once, and how many cores other programs kept busy meanwhile."""
         versions = {"python": platform.python_version()}
         for package in PACKAGES:
             try:
@@ -108,3 +103,37 @@ def _busy_seconds() -> float:
     """CPU time that all processes of the machine took together."""
     times = psutil.cpu_times()
     return float(times.user + times.system + getattr(times, "nice", 0.0))
+
+
+@cache
+def commit() -> str | None:
+    """40 hexadecimal digits, with `CHANGED` behind them where the library's files differ; None where nobody knows.
+
+    A checkout is asked first, then what pip noted of an installation from a repository.
+    """
+    return _of_checkout() or _of_installation()
+
+
+def _of_checkout() -> str | None:
+    try:
+        # a virtual environment may be in the repository of something else
+        _git("ls-files", "--error-unmatch", "version.py")
+        return _git("rev-parse", "HEAD").strip() + CHANGED * bool(_git("status", "--porcelain", "--", "."))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    # a hook names its own repository
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(PACKAGE), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, check=True, text=True, timeout=10).stdout
+
+
+def _of_installation() -> str | None:
+    try:
+        noted = json.loads(distribution("come-tta").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+    found = noted.get("vcs_info", {}).get("commit_id")
+    return found if isinstance(found, str) else None

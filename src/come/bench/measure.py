@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from come import objectives
-from come.adapter import Adapter
 from come.bench.cell import Cell
 from come.bench.data import Account, Batch, batches
 from come.bench.data.store import DeviceCache
@@ -26,13 +25,11 @@ from come.objectives import Objective, Opinion, Softmax
 if TYPE_CHECKING:
     from come.bench.inputs import Inputs
 
-BLOCK = 2**21
-"""Logits that rows are made from at once."""
+BLOCK = 2**21  # logits that rows are made from at once
 
 SOFTMAX, OPINION = Softmax(), Opinion()
 
-ALIKE = ("softmax", "belief")
-"""Scores that every record has the FPR by, whatever its own: those of EM and of COME."""
+ALIKE = ("softmax", "belief")  # scores that every record has the FPR by, whatever its own: those of EM and of COME
 
 
 class UnfitError(ComeError):
@@ -42,11 +39,7 @@ class UnfitError(ComeError):
 class CellRun:
     """A cell that is being run: its streams, its batches in order, the rows so far, and at the end its record.
 
-    Args:
-        cell: which one.
-        inputs: its model and data.
-        device: where the batches are wanted.
-        workers: threads that decode images.
+    The batches are decoded by `workers` threads and moved to `device`.
     """
 
     def __init__(self, cell: Cell, inputs: Inputs, device: torch.device, workers: int) -> None:
@@ -82,22 +75,6 @@ class CellRun:
                 yield batch, fresh
                 fresh = False
 
-    def run(
-        self, adapter: Adapter, meter: Meter, events: Sequence[Event], on_batch: Callable[[int], None]
-    ) -> tuple[Record, Rows]:
-        """The record and its rows, by an adapter that has not seen a batch; `on_batch` is told how many samples are done."""
-        for batch, fresh in self:
-            if fresh:
-                adapter.reset()
-            try:
-                step = adapter.step(batch.images)
-            except InputError as error:
-                raise UnfitError(str(error)) from error
-            self.add(step, batch)
-            on_batch(len(batch.labels))
-        lr = adapter.learning_rate(self.cell.batch_size) if adapter.method.descends else None
-        return self.record(meter, adapter.health(), events, lr)
-
     def add(self, step: Step, batch: Batch) -> None:
         """Note what a step said of the last batch."""
         self._table.add(step, batch, self._number)
@@ -107,12 +84,7 @@ class CellRun:
     ) -> tuple[Record, Rows]:
         """The record and its rows, when all batches are done.
 
-        Args:
-            meter: made when the cell began.
-            health: of the guard.
-            events: what it reported, see `Guard.on_event`.
-            lr: the learning rate, if there is one.
-            together: how many cells shared the meter; each is charged its share of the time.
+        Health and events are of the guard. Each of `together` cells that shared the meter is charged its share of the time.
         """
         rows, source = self._table.rows(), self._inputs.source
         if not rows:

@@ -74,11 +74,9 @@ DESCRIPTIONS = {
     "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }
 PREPROCESSING = ("normalization", "mean", "std", "image_size", "resize", "interpolation")
-OPTIONS = ("checkpoint", *PREPROCESSING)
-"""What `load` takes beside a name, and what `come.bench.cell.Knobs` calls it."""
+OPTIONS = ("checkpoint", *PREPROCESSING)  # what `load` takes beside a name, and what `come.bench.cell.Knobs` calls it
 
-State = dict[str, Tensor] | None
-"""The weights of a checkpoint, if one is given."""
+State = dict[str, Tensor] | None  # the weights of a checkpoint, if one is given
 
 named_line = partial(one_line, kind=True, first=True)
 
@@ -119,9 +117,7 @@ def load(
         raise ConfigError(f"mean and std must be given together, got mean {mean} and std {std}")
     if mean is not None and std is not None:
         if chosen is not None:
-            raise ConfigError(
-                f"normalization {normalization} has a mean and a std; leave it out, or leave out --mean and --std"
-            )
+            raise ConfigError(f"normalization {normalization} has a mean and a std; leave it out, or --mean and --std")
         chosen = mean, std
     module, preprocess = _load(name, checkpoint)
     size = image_size or preprocess.size
@@ -184,12 +180,9 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def build_embedded(kind: str, norm: str, arguments: dict[str, Any]) -> nn.Module:
-    """An untrained source model of the embedded data, (B, 3, 32, 32) normalized -> (B, 8).
+    """An untrained "vit" or "resnet" for the embedded data, (B, 3, 32, 32) normalized -> (B, 8), by timm's constructor.
 
-    Args:
-        kind: "vit" or "resnet".
-        norm: "layer", "batch" or "group".
-        arguments: of timm's constructor.
+    Its norm is "layer", "batch" or "group".
     """
     from timm.layers.norm import GroupNorm
     from timm.models.resnet import BasicBlock, ResNet
@@ -402,9 +395,8 @@ def _narrowed(model: Model, classes: Tensor) -> nn.Module | None:
         return None
     places = classes.to(layer.weight.device)
     layer.out_features = len(classes)
-    layer.weight = nn.Parameter(layer.weight.detach()[places], layer.weight.requires_grad)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach()[places], layer.bias.requires_grad)
+    for name, own in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(own.detach()[places], own.requires_grad))
     weight = next(module.parameters())
     x = torch.rand(2, 3, *[model.preprocess.size] * 2, generator=torch.Generator().manual_seed(0)).to(weight)
     with torch.no_grad():

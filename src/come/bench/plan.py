@@ -124,10 +124,6 @@ class Plan(Knobs):
                 empty = field == "corruptions" and setting.corruptions == ()
                 require(bool(values) or empty, field, values, "a list of at least one")
                 require(len(set(values)) == len(values), field, values, "a list without repetition")
-        self._check_hyperparameters()
-        return self
-
-    def _check_hyperparameters(self) -> None:
         names = [parse_method(spec)[0] for spec in self.methods]
         for name in self.hyper:
             if name not in names:
@@ -148,6 +144,7 @@ class Plan(Knobs):
             for field in ("source_data", "source_size"):
                 if getattr(self, field) != type(self).model_fields[field].default:
                     raise ConfigError(f"{spelled(field)} has no effect: none of {', '.join(names)} uses source images")
+        return self
 
     def cells(self, size: int) -> Iterator[Cell]:
         """The cells of the plan for a source of `size` samples, those that share an adapter next to each other."""
@@ -162,17 +159,10 @@ class Plan(Knobs):
         for spec in self.methods:
             method, variant, _ = parse_method(spec)
             hyper = setting.hyper.get(method, {}) | self.hyper.get(method, {}) | variant
-            for objective in self._objectives_of(method):
-                for seed, piece, outlier in product(self.seeds, by_corruption, outliers):
-                    yield Cell(
-                        **shared,
-                        method=spec,
-                        objective=objective,
-                        hyper=hyper,
-                        corruptions=piece,
-                        outliers=outlier,
-                        seed=seed,
-                    )
+            pieces = product(self._objectives_of(method), self.seeds, by_corruption, outliers)
+            for objective, seed, piece, outlier in pieces:
+                own: dict[str, Any] = {"method": spec, "objective": objective, "hyper": hyper, "seed": seed}
+                yield Cell(**shared, **own, corruptions=piece, outliers=outlier)
 
     def _objectives_of(self, name: str) -> tuple[str, ...]:
         """The objectives that a method runs with."""
@@ -246,10 +236,8 @@ def typed(given: Mapping[str, str | bool | Iterable[str]]) -> dict[str, Any]:
     for name, text in given.items():
         kind = shape(Plan.model_fields[name])
         if kind == "table":
-            values[name] = {}
-            for part in text:  # type: ignore[union-attr]
-                method, key, chosen = parse_hyper(part)
-                values[name].setdefault(method, {})[key] = chosen
+            for method, key, chosen in map(parse_hyper, text):  # type: ignore[arg-type]
+                values.setdefault(name, {}).setdefault(method, {})[key] = chosen
         elif kind == "list":
             parts = tuple(part.strip() for part in str(text).split(","))
             values[name] = tuple(map(_number, parts)) if name in ("seeds", "mean", "std") else _expanded(name, parts)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -92,16 +93,17 @@ class Protocol(Description):
         return self.plan.but(**chosen)
 
     def _data(self, given: str | None) -> str:
+        ours = self.plan.data
         kind, _, rest = (given or "").partition(":")
-        if "[" in opening.get(self.plan.data.partition(":")[0]).usage:  # it needs no path
-            if given not in (None, self.plan.data):
-                self._contradicted("data", self.plan.data, given)
-            return self.plan.data
+        if "[" in opening.get(ours.partition(":")[0]).usage:  # it needs no path
+            if given not in (None, ours):
+                self._contradicted("data", ours, given)
+            return ours
         if not given:
             raise ConfigError(f"protocol {self.name} needs --data PATH: {self.data}")
-        if kind in opening.names() and kind != self.plan.data:
-            self._contradicted("data", f"{self.plan.data}:PATH", given)
-        return f"{self.plan.data}:{rest if kind == self.plan.data else given}"
+        if kind in opening.names() and kind != ours:
+            self._contradicted("data", f"{ours}:PATH", given)
+        return f"{ours}:{rest if kind == ours else given}"
 
     def _contradicted(self, name: str, fixed: str, given: object) -> None:
         raise ConfigError(
@@ -163,7 +165,7 @@ class Protocol(Description):
             Protocol fashion: the embedded ResNet on the embedded data.
         """
         plan, setting = self.plan, settings.get(self.plan.setting)
-        normal = NORMALIZATIONS[plan.normalization]
+        normal = [", ".join(f"{x:.3g}" for x in values) for values in NORMALIZATIONS[plan.normalization] or ()]
         metric = "mIoU" if plan.task == "segmentation" else "accuracy"
         shifts = [name.replace("_", " ") for name in plan.corruptions or ()]
         sentences = [
@@ -176,8 +178,8 @@ class Protocol(Description):
             f"The images are {self.images:,} of {plan.data}: {self.data}.",
             f"Their names have the SHA-256 {self.images_sha256}." if self.images_sha256 else "",
             "Inputs are normalized as the weights expect."
-            if normal is None
-            else f"Inputs are normalized by mean ({_numbers(normal[0])}) and std ({_numbers(normal[1])}).",
+            if not normal
+            else f"Inputs are normalized by mean ({normal[0]}) and std ({normal[1]}).",
             f"In the {plan.setting} setting ({setting.summary.partition(';')[0]}) there are {len(shifts)} corruptions of "
             f"severity {plan.severity}: {', '.join(shifts)}.",
             f"Each has all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
@@ -191,31 +193,20 @@ class Protocol(Description):
 
 
 class Outcome(Description):
-    """What No Adapt reached under a protocol."""
+    """What No Adapt reached under a protocol: accuracy in percent, the mean of the cells with these keys."""
 
     protocol: Protocol
     weights_sha256: Sha256
     images_sha256: Sha256 | None = None
-    """Of their names, where they have some."""
     measured: Amount
-    """Accuracy in percent."""
     cells: Texts
-    """Keys of the cells that it is the mean of."""
 
     @classmethod
-    def of(
-        cls, protocol: Protocol, weights_sha256: str, records: Sequence[Record], images_sha256: str | None = None
-    ) -> Outcome:
-        """The mean over all domains of the records of No Adapt."""
-        found = [metrics[r.cell.metric] for r in records for metrics in r.result.metrics.values()]
-        keys = tuple(r.key for r in records)
-        return cls(
-            protocol=protocol,
-            weights_sha256=weights_sha256,
-            images_sha256=images_sha256,
-            measured=100 * sum(found) / len(found),
-            cells=keys,
-        )
+    def of(cls, protocol: Protocol, weights: str, records: Sequence[Record], images: str | None = None) -> Outcome:
+        """The mean over all domains of the records of No Adapt; weights and names of images by their SHA-256."""
+        found = [100 * metrics[r.cell.metric] for r in records for metrics in r.result.metrics.values()]
+        said: dict[str, Any] = {"protocol": protocol, "weights_sha256": weights, "images_sha256": images}
+        return cls(**said, measured=fmean(found), cells=tuple(r.key for r in records))
 
     @property
     def met(self) -> bool | None:
@@ -252,10 +243,6 @@ def names_sha256(names: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()
 
 
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)
-
-
 def _said(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
@@ -284,21 +271,19 @@ def register(protocol: Protocol) -> Protocol:
 
 
 def _filled() -> Registry[Protocol]:
-    """All protocols; ours are made when they are first asked for, since a plan asks for settings that packages bring."""
-    if not _registry.loaded():
-        for protocol in _shipped():
-            if protocol.name not in _registry.loaded():  # a package may have asked meanwhile
-                _registry.add(protocol.name, protocol)
-    return _registry
+    """All protocols; ours are made when they are first asked for, since a plan asks for settings that packages bring.
 
-
-def _shipped() -> Iterator[Protocol]:
-    """Those in protocols.json. All run the paper's corruptions, and methods as they were published, without a guard."""
+    Ours, in protocols.json, run the paper's corruptions, and methods as they were published, without a guard.
+    """
+    if _registry.loaded():
+        return _registry
     text = (files("come.bench") / "protocols.json").read_text(encoding="utf-8")
     for name, about in json.loads(text).items():
         if name == "fashion":  # hash and number stand beside the weights, so that they change together
             measured = embedded_facts(about["plan"].get("model", next(iter(EMBEDDED))))
             about["images"] = len(FashionSource())
             about |= {"weights_sha256": measured.get("sha256"), "no_adapt": measured.get("no_adapt")}
-        fixed = {"guard": False, "corruptions": corruptions.names("standard")} | about.pop("plan")
-        yield Protocol(name=name, plan=Plan(**fixed), **about)
+        plan = Plan(**{"guard": False, "corruptions": corruptions.names("standard")} | about.pop("plan"))
+        if name not in _registry.loaded():  # a package may have asked meanwhile
+            _registry.add(name, Protocol(name=name, plan=plan, **about))
+    return _registry

@@ -19,8 +19,7 @@ from come.bench.cell import Cell, Description, Text, Texts
 from come.errors import one_line
 from come.metrics.segmentation import BINS
 
-Rows = dict[str, Tensor]
-"""One entry per sample in each of `COLUMNS`."""
+Rows = dict[str, Tensor]  # one entry per sample in each of `COLUMNS`
 
 COLUMNS: Mapping[str, torch.dtype] = {
     "index": torch.int32,
@@ -80,33 +79,27 @@ class Machine(Description):
     versions: dict[Text, Text]
     device: Text
     threads: Whole
-    jobs: Whole = 1
-    """Processes that worked on the run at once."""
+    jobs: Whole = 1  # processes that worked on the run at once
     streams: Whole = 1
     """Cells that ran at once as streams of one fleet: each took its part of the time, and memory is that of all."""
-    load: Amount
-    """Cores that other programs kept busy meanwhile."""
+    load: Amount  # cores that other programs kept busy meanwhile
 
 
 class Result(Description):
     """What was found, and what it took."""
 
     domains: Texts
-    fresh: Annotated[tuple[bool, ...], Strict(False)]
-    """For each domain, whether the method was reset before it."""
-    metrics: dict[Text, dict[Text, Number]]
-    """By domain and name, see `come.metrics.summary`."""
+    fresh: Annotated[tuple[bool, ...], Strict(False)]  # for each domain, whether the method was reset before it
+    metrics: dict[Text, dict[Text, Number]]  # by domain and name, see `come.metrics.summary`
     samples: Whole
     bad_images: Whole = 0
     health: dict[Text, Any] = Field({})
-    events: Annotated[tuple[Event, ...], Strict(False)] = ()
-    """Kind and step of what the guard did."""
+    events: Annotated[tuple[Event, ...], Strict(False)] = ()  # kind and step of what the guard did
     lr: Amount | None = None
     seconds: Amount
     seconds_waiting_for_data: Amount = 0.0
     peak_memory_mb: Amount
-    score: Text = "confidence"
-    """What the FPR ranks samples by, a name in `come.metrics.SCORES`."""
+    score: Text = "confidence"  # what the FPR ranks samples by, a name in `come.metrics.SCORES`
 
     @model_validator(mode="after")
     def _check(self) -> Result:

@@ -29,8 +29,7 @@ from come.errors import ConfigError, InputError, require, require_int
 
 __all__ = ["Bench", "Progress", "run"]
 
-MOST_WORKERS = 256
-"""Threads that decode images."""
+MOST_WORKERS = 256  # threads that decode images
 
 
 class Bench:
@@ -104,8 +103,7 @@ class Bench:
         others = [cell for cell in self.planned if not self._is_first(cell)]
         self.cells = [*filter(self._is_first, self.planned), *shard_of(others, *shard)]
         """Those of `planned`, all cells of the plan, that are in this shard."""
-        self.failed: list[Failure] = []
-        """Cells that failed in the last run, and why."""
+        self.failed: list[Failure] = []  # cells that failed in the last run, and why
 
         # Who runs them
         self._choose_engine(jobs, together, here)
@@ -156,7 +154,7 @@ class Bench:
         old += [folder.file(cell.key) for cell in waiting if fresh or folder.is_damaged(cell)]
         ignored = {path: stamp for path in old if (stamp := folder.stamp(path)) is not None}
         schedule = Schedule(folder, progress, ignored, self.refused)
-        if not all(map(schedule.is_finished, waiting)) and (doubt := self.doubt()):
+        if any(schedule.record(cell) is None for cell in waiting) and (doubt := self.doubt()):
             progress.doubt(doubt)
         if self.protocol is not None:
             firsts = [cell for cell in waiting if self._is_first(cell)]
@@ -209,13 +207,7 @@ def _decoding_threads(workers: int | None, in_memory: bool, cluster: Cluster | N
     return found
 
 
-def run(
-    plan: Plan,
-    out: str | Path,
-    *,
-    progress: Progress | None = None,
-    **options: Any,
-) -> list[Record]:
+def run(plan: Plan, out: str | Path, *, progress: Progress | None = None, **options: Any) -> list[Record]:
     """Run a plan from Python and return its records.
 
     Args:

@@ -51,21 +51,16 @@ def called(metric: str, score: str = "confidence") -> str:
 
 
 LEVEL = 0.05
-REACH = NormalDist().inv_cdf(1 - LEVEL / 2)
-"""Standard errors from the middle of an interval to its end."""
+REACH = NormalDist().inv_cdf(1 - LEVEL / 2)  # standard errors from the middle of an interval to its end
 
 RESAMPLES = 300
-BLOCK = 1024
-"""Images whose weights are drawn together."""
+BLOCK = 1024  # images whose weights are drawn together
 
-LARGEST = 2**18
-"""Images with weights of their own; of larger sets some share theirs, which leaves the error as it is."""
+LARGEST = 2**18  # images with weights of their own; of larger sets some share theirs, which leaves the error as it is
 
-AT_ONCE = 2**22
-"""Weights that are looked at together: what bounds the memory."""
+AT_ONCE = 2**22  # weights that are looked at together: what bounds the memory
 
-AVERAGE = "average"
-"""Stands in the place of a domain where a number is the mean over all of them."""
+AVERAGE = "average"  # stands in the place of a domain where a number is the mean over all of them
 
 ONE_SEED = "One seed: other orders of the stream may give another result; run more seeds."
 
@@ -81,14 +76,10 @@ class Verdict:
     metric: str
     before: float = 0.0
     after: float = 0.0
-    error: float = 0.0
-    """Standard error of the difference over images."""
-    p: float = 1.0
-    """Two-sided, of the difference over images."""
-    by_seed: tuple[float, ...] = ()
-    """After minus before, with each seed."""
-    reason: str = ""
-    """Why the runs are not comparable, if they are not."""
+    error: float = 0.0  # standard error of the difference over images
+    p: float = 1.0  # two-sided, of the difference over images
+    by_seed: tuple[float, ...] = ()  # after minus before, with each seed
+    reason: str = ""  # why the runs are not comparable, if they are not
 
     @property
     def gain(self) -> float:
@@ -132,8 +123,7 @@ class Verdict:
     @property
     def change(self) -> Literal["better", "worse", "same"]:
         """The claim in one word."""
-        claim = self.claim
-        return claim if claim == "better" or claim == "worse" else "same"
+        return self.claim if self.claim in ("better", "worse") else "same"
 
     @property
     def words(self) -> str:
@@ -171,12 +161,9 @@ class Sample:
     """One domain of one finished cell: which samples it is of, and its metrics on the resampled images."""
 
     size: int
-    digest: str
-    """Of the samples: index, kind and label."""
-    counts: Mapping[str, int]
-    """How many samples each metric is a share of."""
-    estimates: Mapping[str, Floats]
-    """Each metric as it is, and then for each of RESAMPLES."""
+    digest: str  # of the samples: index, kind and label
+    counts: Mapping[str, int]  # how many samples each metric is a share of
+    estimates: Mapping[str, Floats]  # each metric as it is, and then for each of RESAMPLES
 
 
 def samples(folder: RunFolder, record: Record) -> dict[str, Sample]:
@@ -212,8 +199,9 @@ def _sample(rows: Rows, score: str, outliers: str) -> Sample:
         some = weights[begin : begin + step]
         for metric, confidence in confidences.items():
             parts[metric].append(resampled_fpr(confidence, right, some, columns))
-        if "accuracy" in parts:
-            parts["accuracy"].append(_share(some.take(columns[right], axis=1), some.take(columns[inlier], axis=1)))
+        if "accuracy" in parts:  # where a resample drew nothing, that of all
+            hits, all_ = (some.take(columns[of], axis=1).sum(axis=1, dtype=np.int64) for of in (right, inlier))
+            parts["accuracy"].append(np.where(all_ > 0, hits / np.maximum(all_, 1), right.sum() / inlier.sum()))
     order = np.lexsort((label, index, kind))
     digest = hashlib.sha256(np.stack([kind, index, label]).astype(np.int64)[:, order].tobytes()).hexdigest()
     return Sample(len(label), digest, counts, {name: np.concatenate(part) for name, part in parts.items()})
@@ -232,13 +220,6 @@ def _dense_sample(rows: Rows) -> Sample:
     labels = counts.sum(dim=2).numpy()
     digest = hashlib.sha256(np.column_stack([kind, index, labels]).astype(np.int64)[order].tobytes()).hexdigest()
     return Sample(len(index), digest, dict.fromkeys(estimates, len(index)), estimates)
-
-
-def _share(part: npt.NDArray[np.uint8], whole: npt.NDArray[np.uint8]) -> Floats:
-    """Row by row; where a resample drew nothing, the share of all."""
-    some, all_ = (array.sum(axis=1, dtype=np.int64) for array in (part, whole))
-    share: Floats = np.where(all_ > 0, some / np.maximum(all_, 1), part.shape[1] / whole.shape[1])
-    return share
 
 
 def resampled_fpr(
@@ -270,8 +251,7 @@ def resampled_fpr(
     order = np.argsort(confidence, kind="stable")
     right, wrong = order[correct[order]], order[~correct[order]]
     if not len(wrong) or not len(right):
-        alone: Floats = (weights.take(columns[wrong], axis=1).sum(axis=1) > 0).astype(np.float64)
-        return alone
+        return np.asarray(weights.take(columns[wrong], axis=1).sum(axis=1) > 0, np.float64)
     value = confidence[right]
     passed, below = (np.cumsum(weights.take(columns[some], axis=1), axis=1, dtype=np.int32) for some in (right, wrong))
     last = np.flatnonzero(np.append(value[1:] != value[:-1], True))  # equal confidences pass together
@@ -284,8 +264,7 @@ def resampled_fpr(
 
     def missed(at: npt.NDArray[np.intp]) -> Floats:
         """Share of the wrong ones that are at least as confident as the right ones at that place."""
-        share: Floats = (n_wrong - below[row, np.searchsorted(confidence[wrong], value[at])]) / n_wrong
-        return share
+        return np.asarray((n_wrong - below[row, np.searchsorted(confidence[wrong], value[at])]) / n_wrong)
 
     # The largest share of right ones below the threshold that is at most 5%, and the next one.
     reject = 1 - accept
@@ -321,14 +300,9 @@ def _block(salt: str, number: int) -> npt.NDArray[np.uint8]:
 
 
 def judge(metric: str, pairs: Mapping[int, Sequence[tuple[Sample, Sample]]]) -> Verdict | None:
-    """The verdict on the mean over domains and seeds.
+    """The verdict on the mean over domains and seeds: `pairs` has, for each seed, the domains of the first and second run.
 
-    Args:
-        metric: one of `METRICS`.
-        pairs: for each seed, the domains of the first and of the second run.
-
-    Returns:
-        None if there is nothing to compare: no seed, or a domain that does not define the metric.
+    None if there is nothing to compare: no seed, or a domain that does not define the metric.
     """
     from scipy import stats
 
@@ -366,8 +340,7 @@ def corrected(verdicts: Mapping[Key, Verdict]) -> dict[Key, Verdict]:
     return {**verdicts, **{key: replace(verdicts[key], p=float(value)) for key, value in zip(asked, p, strict=True)}}
 
 
-Samples = Mapping[int, Mapping[str, Sample]]
-"""By seed and domain."""
+Samples = Mapping[int, Mapping[str, Sample]]  # by seed and domain
 
 
 def gathered(folder: RunFolder, records: Iterable[Record]) -> dict[int, dict[str, Sample]]:
@@ -386,71 +359,58 @@ def compared(first: Samples, second: Samples, domains: Sequence[str]) -> dict[tu
         undefined = {d for pair in pairs.values() for run in pair for d in run if metric not in run[d].estimates}
         wanted = [domain for domain in domains if domain not in undefined]
         for name, group in (*((d, [d]) for d in domains), (AVERAGE, wanted)):
-            chosen = {
-                seed: [(a[d], b[d]) for d in group]
-                for seed, (a, b) in pairs.items()
-                if all(d in a and d in b for d in group)
-            }
-            verdict = judge(metric, chosen)
+            both = {seed: (a, b) for seed, (a, b) in pairs.items() if all(d in a and d in b for d in group)}
+            verdict = judge(metric, {seed: [(a[d], b[d]) for d in group] for seed, (a, b) in both.items()})
             if verdict is not None:
                 found[name, metric] = verdict
     return found
 
 
-Verdicts = dict[tuple[str, str, str, str], Verdict]
-"""By method, objective, domain (or "average") and metric."""
+Verdicts = dict[tuple[str, str, str, str], Verdict]  # by method, objective, domain (or "average") and metric
 
 
 @dataclass(frozen=True)
 class Judged:
     """What a run shows beyond chance."""
 
-    changes: Verdicts = field(default_factory=dict)
-    """What a further objective changes against the method's first one."""
+    changes: Verdicts = field(default_factory=dict)  # what a further objective changes against the method's first one
     gains: Verdicts = field(default_factory=dict)
     """What adaptation changes against the source; empty where that did not run."""
     compared: Mapping[str, Verdict] = field(default_factory=dict)
     """By objective: the gain in accuracy, averaged over the methods that ran with several."""
-    over: Sequence[str] = ()
-    """These methods."""
+    over: Sequence[str] = ()  # these methods
 
 
 def verdicts(folder: RunFolder, records: Iterable[Record]) -> Judged:
     """What each method changes against the source, and each further objective against its first, by domain and on average.
 
-    The p-values of the domains are corrected for their number, see `corrected`; those of the averages are not.
-
-    Args:
-        folder: where the rows of the records are.
-        records: of one configuration.
+    The records are of one configuration, their rows in `folder`. The p-values of the domains are corrected for their number,
+    see `corrected`; those of the averages are not.
     """
-    records = list(records)
     groups: dict[str, dict[str, list[Record]]] = {}
+    domains: dict[str, None] = {}
     for record in records:
         groups.setdefault(record.cell.method, {}).setdefault(record.cell.objective, []).append(record)
-    domains = list(dict.fromkeys(domain for record in records for domain in record.result.domains))
+        domains |= dict.fromkeys(record.result.domains)
     found = {m: {o: gathered(folder, group) for o, group in by.items()} for m, by in groups.items()}
-    source = next((run for method, by in found.items() if method == "source" for run in by.values()), None)
+    source = next(iter(found.get("source", {}).values()), None)
     changes, gains = Verdicts(), Verdicts()
     for method, by in found.items():
-        first, *others = by
-        for objective in others:
-            judged = compared(by[first], by[objective], domains)
-            changes |= {(method, objective, *key): verdict for key, verdict in judged.items()}
-        for objective in by if source is not None and method != "source" else ():
-            assert source is not None
-            judged = compared(source, by[objective], domains)
-            gains |= {(method, objective, *key): verdict for key, verdict in judged.items()}
+        first = next(iter(by.values()))
+        for objective, run in by.items():
+            for judged, base in ((changes, first), (gains, source if method != "source" else None)):
+                if base is not None and base is not run:
+                    claims = compared(base, run, list(domains))
+                    judged |= {(method, objective, *key): verdict for key, verdict in claims.items()}
     for metric in METRICS:
         for each in (changes, gains):
             each |= corrected({k: v for k, v in each.items() if k[3] == metric and k[2] != AVERAGE})
     over = [m for m, by in found.items() if len(by) > 1 and not (":" in m and m.partition(":")[0] in found)]
-    objectives = list(dict.fromkeys(o for m in over for o in found[m]))
-    together = {
-        o: verdict
-        for o in objectives
-        if source is not None and (verdict := _average(source, [found[m][o] for m in over if o in found[m]], domains))
-    }
+    together = {}
+    for objective in dict.fromkeys(o for m in over for o in found[m]):
+        runs = [found[method][objective] for method in over if objective in found[method]]
+        if source is not None and (average := _average(source, runs, list(domains))) is not None:
+            together[objective] = average
     return Judged(changes, gains, together, over)
 
 

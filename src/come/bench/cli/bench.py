@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from come.bench import Bench, Plan, RunFolder, protocols
 from come.bench.cell import BARE, HOW, WHAT
 from come.bench.cli import options as opt
+from come.bench.cli.lists import listed
 from come.bench.cli.watch import run_watched, say_doubt, say_refused, say_unfinished, show_results
 from come.bench.data import Stream
 from come.bench.folder import check_space
@@ -70,8 +70,7 @@ def bench(
     out: opt.Out = None,
     resume: Annotated[bool, opt.where("Keep finished cells, or run all again.", "--resume/--fresh")] = True,
     log: Annotated[
-        str | None,
-        opt.where(f"Also log metrics along the stream of each cell: {' or '.join(KINDS)}.", metavar="SPEC"),
+        str | None, opt.where(f"Also log metrics along the stream of each cell: {' or '.join(KINDS)}.", metavar="SPEC")
     ] = None,
     dry_run: opt.DryRun = False,
     debug: opt.Debug = False,
@@ -136,28 +135,22 @@ def bench(
         raise typer.Exit(1)
 
 
-def _merged(*layers: Any) -> dict[str, Any]:
-    """Later layers win; hyperparameters are merged one by one."""
-    merged: dict[str, Any] = {}
-    hyper: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        merged |= layer
-        for method, values in layer.get("hyper", {}).items():
-            hyper.setdefault(method, {}).update(values)
-    return merged | {"hyper": hyper}
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The second wins; hyperparameters are merged one by one."""
+    hyper = dict(first.get("hyper", {}))
+    for method, values in second.get("hyper", {}).items():
+        hyper[method] = hyper.get(method, {}) | values
+    return {**first, **second, "hyper": hyper}
 
 
 def show_grid(console: Console, bench: Bench, folder: Path) -> None:
     """Show what would be run, and where results would be written."""
     cells, plan = [cell for cell in bench.cells if cell.method not in bench.refused], bench.plan
-    table = RichTable(box=None, padding=(0, 2, 0, 0))
-    for name in ("cell", "method", "objective", "corruptions", "seed", "hyperparameters"):
-        table.add_column(name)
+    rows = [("cell", "method", "objective", "corruptions", "seed", "hyperparameters")]
     for cell in cells:
         hyper = " ".join(f"{k}={v}" for k, v in cell.hyper.items())
-        row = (cell.key, cell.method, cell.objective, " ".join(cell.corruptions), str(cell.seed), hyper)
-        table.add_row(*map(escape, row))
-    console.print(table)
+        rows.append((cell.key, cell.method, cell.objective, " ".join(cell.corruptions), str(cell.seed), hyper))
+    console.print(listed(rows))
     say_refused(console, bench.refused)
     if order := bench.inputs.class_order:
         console.print(f"classes: {order}", markup=False)

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -57,7 +58,6 @@ CLOSE = 0.02  # relative difference allowed between the loss of a step and that 
 PATIENCE = 2.0  # seconds that a host has to answer, and that the files of a cache are counted
 STYLES = {"ok": "green", "note": "yellow", "failed": "bold red"}
 
-
 Status = Literal["ok", "note", "failed"]
 
 
@@ -84,10 +84,9 @@ def _versions() -> Checks:
     found = {"come": come.__version__, "python": platform.python_version(), "torch": torch.__version__}
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     yield Check("versions", "ok", f"come {found['come']}, Python {found['python']}, {system}", facts=found)
-    try:
+    missing = []
+    with suppress(PackageNotFoundError):  # run from a source tree
         missing = _missing("come-tta", "")
-    except PackageNotFoundError:
-        missing = []  # run from a source tree
     if missing:
         yield Check("torch", "failed", f"come needs {', '.join(missing)}", pip_install(""))
     else:
@@ -110,29 +109,25 @@ def _vision() -> Checks:
         except Exception as error:
             if one_line(error, first=True) == failed:
                 yield Check(name, "failed", "needs torchvision")
-            else:
-                failed = one_line(error, first=True)
-                yield Check(name, "failed", f"does not fit torch {torch.__version__}: {failed}", matching)
+                continue
+            failed = one_line(error, first=True)
+            yield Check(name, "failed", f"does not fit torch {torch.__version__}: {failed}", matching)
         else:
             yield Check(name, "ok", f"{module.__version__}, imports", facts={"version": module.__version__})
 
 
 def _extras() -> Checks:
-    try:
+    missing = dict[str, list[str]]()
+    with suppress(PackageNotFoundError):
         known = distribution("come-tta").metadata.get_all("Provides-Extra") or []
-    except PackageNotFoundError:
-        known = []
-    missing = {extra: _missing("come-tta", extra) for extra in EXTRAS if extra in known}
+        missing = {extra: _missing("come-tta", extra) for extra in EXTRAS if extra in known}
     if fine := [extra for extra, packages in missing.items() if not packages]:
         yield Check("extras", "ok", ", ".join(fine))
-    for extra, enables in EXTRAS.items():
-        packages = missing.get(extra)
-        if packages is None:
-            says = f"unknown until come is installed again: {enables}"
-            yield Check(f"extra {extra}", "note", says, pip_install(extra))
-        elif packages:
-            says = f"needs {', '.join(packages)} for {enables}"
-            yield Check(f"extra {extra}", "note", says, pip_install(extra), {"missing": packages})
+    for extra in (extra for extra in EXTRAS if extra not in fine):
+        says, facts = f"unknown until come is installed again: {EXTRAS[extra]}", dict[str, Any]()
+        if extra in missing:
+            says, facts = f"needs {', '.join(missing[extra])} for {EXTRAS[extra]}", {"missing": missing[extra]}
+        yield Check(f"extra {extra}", "note", says, pip_install(extra), facts)
 
 
 def _missing(package: str, extra: str) -> list[str]:
@@ -221,14 +216,10 @@ def _model(name: str, loaded: Loaded) -> Checks:
     model = models.load(name)
     with torch.inference_mode():
         right = int((model.module(model.preprocess(loaded.images)).argmax(dim=1) == loaded.labels).sum())
-    says, facts = (
-        f"{right} of {IMAGES} images right; of all test images {expected:.1%}",
-        {"right": right, "images": IMAGES},
-    )
-    if right / IMAGES >= expected - MARGIN:
-        yield Check(name, "ok", says, facts=facts)
-    else:
-        yield Check(name, "failed", says, "git checkout src (in your clone of come), or clone it again", facts)
+    fine = right / IMAGES >= expected - MARGIN
+    says = f"{right} of {IMAGES} images right; of all test images {expected:.1%}"
+    repair = "" if fine else "git checkout src (in your clone of come), or clone it again"
+    yield Check(name, "ok" if fine else "failed", says, repair, {"right": right, "images": IMAGES})
 
 
 def _caches() -> Checks:
@@ -242,10 +233,10 @@ def _caches() -> Checks:
     kept, _ = room(1, 1)
     if kept is None:
         yield Check("decoded", "note", "no room for decoded images; they are decoded for each cell")
-    else:
-        facts = {"path": str(kept), "free_bytes": psutil.disk_usage(str(kept)).free}
-        says = f"{kept}, {_size(facts['free_bytes'])} free; emptied after each run"
-        yield Check("decoded", "ok", says, facts=facts)
+        return
+    free = psutil.disk_usage(str(kept)).free
+    says, facts = f"{kept}, {_size(free)} free; emptied after each run", {"path": str(kept), "free_bytes": free}
+    yield Check("decoded", "ok", says, facts=facts)
 
 
 def _compiled() -> str:
@@ -262,10 +253,8 @@ def _cache(name: str, place: Callable[[], Any]) -> Checks:
     facts = {"path": str(path), "bytes": taken, "writable": there.is_dir() and os.access(there, os.W_OK)}
     shown = str(path).replace(str(Path.home()), "~", 1) if path.is_relative_to(Path.home()) else str(path)
     says = f"{shown}, {('' if counted else 'over ') + _size(taken) if path.exists() else 'empty'}"
-    if facts["writable"]:
-        yield Check(name, "ok", f"{says}, writable", facts=facts)
-    else:
-        yield Check(name, "note", f"{says}, not writable: nothing new can be added to it", facts=facts)
+    status, can = ("ok", "writable") if facts["writable"] else ("note", "not writable: nothing new can be added to it")
+    yield Check(name, status, f"{says}, {can}", facts=facts)  # type: ignore[arg-type]
 
 
 def _taken(path: Path) -> tuple[int, bool]:
@@ -273,10 +262,8 @@ def _taken(path: Path) -> tuple[int, bool]:
     end, total = time.monotonic() + PATIENCE, 0
     for folder, _, names in os.walk(path):
         for name in names:
-            try:
+            with suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:
-                continue
         if time.monotonic() > end:
             return total, False
     return total, True

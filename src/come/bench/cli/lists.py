@@ -82,9 +82,7 @@ def list_(
     kind: Annotated[
         str | None,
         typer.Argument(
-            help=f"{', '.join(LISTS)}; without one, what these are.",
-            metavar="KIND",
-            autocompletion=lambda: list(LISTS),
+            help=f"{', '.join(LISTS)}; without one, what these are.", metavar="KIND", autocompletion=lambda: list(LISTS)
         ),
     ] = None,
     json_: Json = False,

@@ -33,13 +33,11 @@ def option(text: str, *flags: str, panel: str | None = None, **more: Any) -> Any
 
 where = partial(option, panel=WHERE)
 
-
 Device = Annotated[str, where("cpu, cuda, cuda:1, ...")]
 Workers = Annotated[int | None, where("Threads that decode images. \\[0 for the embedded data, else up to 4]")]
 Jobs = Annotated[int | None, where("Processes that run cells at once. \\[for small models one per core, else 1]")]
 Together = Annotated[
-    str,
-    where("Cells that run as one batch on one device, for a GPU: a number, or [bold]auto[/].", metavar="N|auto"),
+    str, where("Cells that run as one batch on one device, for a GPU: a number, or [bold]auto[/].", metavar="N|auto")
 ]
 Engine = Annotated[
     str,
@@ -105,11 +103,7 @@ def cluster_of(engine: str, address: str | None, cpus: float | None, gpus: float
 
 
 def with_plan(command: Callable[..., None], names: Collection[str] = Plan.model_fields) -> Callable[..., None]:
-    """Give a command an option for each field of a plan; it gets those that were typed as `given`, a dictionary of texts.
-
-    Args:
-        names: of the fields, if not all.
-    """
+    """Give a command an option for each field of a plan; it gets those that were typed as `given`, a dictionary of texts."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
 
     def run(**values: Any) -> None:
@@ -124,9 +118,8 @@ def with_plan(command: Callable[..., None], names: Collection[str] = Plan.model_
     return run
 
 
-def with_preprocessing(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_plan`, for the fields that say how images are prepared for a model."""
-    return with_plan(command, PREPROCESSING_OPTIONS)
+with_preprocessing = partial(with_plan, names=PREPROCESSING_OPTIONS)
+"""As `with_plan`, for the fields that say how images are prepared for a model."""
 
 
 def _panel(parameter: inspect.Parameter) -> int:
@@ -136,7 +129,8 @@ def _panel(parameter: inspect.Parameter) -> int:
 
 
 def _plan_options(names: Collection[str]) -> Iterator[inspect.Parameter]:
-    for name, field in ((name, Plan.model_fields[name]) for name in names):
+    for name in names:
+        field = Plan.model_fields[name]
         kind, flag, default, said = shape(field), f"--{spelled(name)}", field.default, field.description or ""
         typed: Any = str | None
         more: dict[str, Any] = {"metavar": "N" if kind == "number" else "TEXT"}

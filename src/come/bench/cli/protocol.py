@@ -26,8 +26,7 @@ def list_protocols(json_: Json = False, debug: Debug = False) -> None:
 
 @commands.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A protocol.", autocompletion=protocols.names)],
-    debug: Debug = False,
+    name: Annotated[str, typer.Argument(help="A protocol.", autocompletion=protocols.names)], debug: Debug = False
 ) -> None:
     """Print a protocol as a paragraph for a paper."""
     typer.echo(protocols.get(name).paragraph())
@@ -51,8 +50,7 @@ def submit(
 
 @commands.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(help="Files of [bold]come protocol submit[/].")],
-    debug: Debug = False,
+    files: Annotated[list[Path], typer.Argument(help="Files of [bold]come protocol submit[/].")], debug: Debug = False
 ) -> None:
     """Check that submitted files are whole and come from a protocol; exit code 1 and a line for each problem if not."""
     wrong = False

@@ -31,7 +31,7 @@ def report(
     run: Annotated[
         Path,
         typer.Argument(
-            help="A run folder of [bold]come bench[/], or a folder of files of [bold]come protocol submit[/]: a leaderboard.",
+            help="A run folder of [bold]come bench[/], or a folder of files of [bold]come protocol submit[/]: a leaderboard."
         ),
     ],
     out: Annotated[Path | None, option("The HTML file. \\[RUN/report.html]")] = None,
@@ -48,7 +48,7 @@ def report(
 ) -> None:
     """Make the report of a run, or a leaderboard: one HTML file, or a run's table in another format. Nothing is run again."""
     for name, value, known in (("format", format_, FORMATS), ("figure format", figures, FIGURE_FORMATS)):
-        if value is not None and value not in known:
+        if value not in (None, *known):
             raise unknown(name, value, known)
     check_score(score)
     page = out or run / "report.html"

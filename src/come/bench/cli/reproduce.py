@@ -81,14 +81,13 @@ def _show(console: Console, comparisons: list[Comparison], plan: Plan, experimen
     for comparison in [c for c in comparisons if c.domain in ("average", "worst")] or comparisons:
         title = f"{comparison.table}: {comparison.domain} {UNITS[comparison.metric]}"
         table = RichTable(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for head in ("method", "paper", "measured", *(["difference"] if exact else [])):
+        for head in ("method", "paper", "measured", "difference")[: 4 if exact else 3]:
             table.add_column(head, justify="left" if head == "method" else "right")
         for line in comparison.lines:
             if line.measured is not None:
-                cells = [f"{line.method} + {line.objective}", _number(line.paper), _number(line.measured)]
-                if exact:
-                    cells.append("" if line.paper is None else f"{line.measured - line.paper:+.1f}")
-                table.add_row(*map(escape, cells))
+                off = "" if line.paper is None else f"{line.measured - line.paper:+.1f}"
+                cells = (escape(f"{line.method} + {line.objective}"), _number(line.paper), _number(line.measured), off)
+                table.add_row(*cells[: 4 if exact else 3])
         console.print(table)
         for sentence in comparison.agreement():
             console.print(f"[dim]{escape(sentence)}[/]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,10 +40,7 @@ def build(
     wanted: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Service:
-    """The service of a model by name; images are uint8 unless they are to come normalized, in float32.
-
-    `preprocessing` are options of `models.load`; `wanted` is what to promise, and the data to calibrate on.
-    """
+    """The service of a model by name; `wanted` are data to calibrate on, and what to promise."""
     from come.serve import Service
 
     found = models.load(model, checkpoint=checkpoint, **(preprocessing or {}))
@@ -79,12 +76,6 @@ def _calibrate(service: Service, model: models.Model, calibrate: str, **promised
 
 
 limit = partial(option, panel="Limits")
-
-
-def _unused(names: Iterable[str], dtype: str) -> list[str]:
-    """Options that only the pictures of --calibrate need: clients send squares of the model's size, perhaps normalized."""
-    for_pictures = {"resize", "interpolation"} | ({"normalization", "mean", "std"} if dtype == "float32" else set())
-    return [f"--{spelled(name)}" for name in names if name in for_pictures]
 
 
 @with_preprocessing
@@ -137,11 +128,11 @@ def serve(
     values = typed(given)
     knobs = Knobs(**values)  # types and ranges
     preprocessing = {name: getattr(knobs, name) for name in values}
-    if calibrate is None and (unused := _unused(preprocessing, dtype)):
-        listed = ", ".join(unused)
-        typer.echo(
-            f"no effect without --calibrate: {listed}; clients send images of the model's size, as {dtype}", err=True
-        )
+    for_pictures = {"resize", "interpolation"} | ({"normalization", "mean", "std"} if dtype == "float32" else set())
+    unused = ", ".join(f"--{spelled(name)}" for name in values if name in for_pictures)
+    if calibrate is None and unused:  # clients send squares of the model's size, perhaps normalized
+        said = f"no effect without --calibrate: {unused}; clients send images of the model's size, as {dtype}"
+        typer.echo(said, err=True)
     settings |= {"model": model, "checkpoint": checkpoint, "device": device, "preprocessing": preprocessing}
     make: Callable[[int, int], Service] = partial(build, wanted=wanted, **settings)
     if state is None:

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 
 from come.bench import Bench, Cell, Record, RunFolder, settings
 from come.bench.engines.progress import Progress
-from come.bench.engines.workload import effort
+from come.bench.engines.workload import work
 from come.bench.protocols import Outcome
 from come.bench.record import Failure
 from come.bench.report import Table, rates_table, results_table, to_rich, without_sweeps, write_html, write_report
@@ -35,14 +35,9 @@ PIECES = 2  # of a table at the end of a run; one that needs more is reduced to 
 def run_watched(
     console: Console, bench: Bench, folder: RunFolder, *, fresh: bool = False, log: Log | None = None
 ) -> list[Record]:
-    """Run a plan, show how it goes, and say what cannot be run, and why.
+    """Run a plan, show how it goes, and say what cannot be run, and why; `fresh` runs finished cells again.
 
-    Args:
-        console: where to.
-        bench: what is run.
-        folder: where results are.
-        fresh: run finished cells again.
-        log: where the metrics of each cell along its stream go, too; the step is the number of samples.
+    The metrics of each cell along its stream go to `log`, too; the step is the number of samples.
     """
     said = dict(bench.refused)
     say_refused(console, said)
@@ -57,7 +52,8 @@ def run_watched(
             for step, value in zip(steps, values.tolist(), strict=True):
                 log(f"{name}/{cell}", value, step)
 
-    with Watch(console, bench.cells, finished) as watch, watch.catching_ctrl_c():
+    watch = _Watch(console, bench.cells, finished)
+    with watch.live if console.is_terminal else nullcontext(), watch.catching_ctrl_c():
         records = bench.run(folder, watch, fresh=fresh)
     say_refused(console, {method: why for method, why in bench.refused.items() if method not in said})
     return records
@@ -147,7 +143,29 @@ def show_tables(console: Console, records: Sequence[Record], *tables: Table | No
     console.print(f"[dim]{scores_note(records)}[/]")
 
 
-class Watch(Progress):
+class _Row(Progress):
+    """A bar for one cell after the other, which also moves the bar of all the work."""
+
+    def __init__(self, bar: Bar, all_: TaskID) -> None:
+        self.bar, self.all, self.share = bar, all_, 0.0
+        self.one = bar.add_task("", total=None, visible=False)
+
+    def start(self, cell: Cell, samples: int) -> None:
+        self._show(f"{_pair(cell)}, {', '.join(cell.corruptions)}, seed {cell.seed}", [cell], samples)
+
+    def start_together(self, cells: Sequence[Cell], samples: int) -> None:
+        self._show(f"{_pair(cells[0])}, {len(cells)} cells", cells, samples)
+
+    def _show(self, name: str, cells: Sequence[Cell], samples: int) -> None:
+        self.bar.reset(self.one, description=name[:40], total=samples, visible=True)
+        self.share = work(cells) / max(samples, 1)
+
+    def advance(self, samples: int) -> None:
+        self.bar.advance(self.one, samples)
+        self.bar.advance(self.all, samples * self.share)
+
+
+class _Watch(_Row):
     """Shows the table as it fills and the time left; where the output is no terminal, a line per finished cell."""
 
     def __init__(self, console: Console, cells: Sequence[Cell], finished: Callable[[Record], None]) -> None:
@@ -156,19 +174,9 @@ class Watch(Progress):
         self.interrupted = False
         times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *times
-        self.bar = Bar(*columns, console=console, speed_estimate_period=600)
-        self.all = self.bar.add_task(f"0 of {len(cells)} cells", total=sum(map(self._work, cells)))
-        self.one = self.row()
+        bar = Bar(*columns, console=console, speed_estimate_period=600)
+        super().__init__(bar, bar.add_task(f"0 of {len(cells)} cells", total=work(cells)))
         self.live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._view)
-
-    def __enter__(self) -> Watch:
-        if self.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
-            self.live.stop()
 
     def _view(self) -> Group:
         pieces = to_rich(results_table(self.records), self.console.width) if self.records else []
@@ -191,61 +199,30 @@ class Watch(Progress):
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _work(self, cell: Cell) -> int:
-        """Of a whole cell, in the unit of the bar."""
-        return cell.samples * effort(cell)
-
-    def row(self) -> TaskID:
-        """A bar for one cell after the other."""
-        return self.bar.add_task("", total=None, visible=False)
-
-    def show(self, row: TaskID, cell: Cell, samples: int) -> float:
-        """Begin a bar; returns how much of all work a sample of the cell is."""
-        name = f"{_pair(cell)}, {', '.join(cell.corruptions)}, seed {cell.seed}"
-        self.bar.reset(row, description=name[:40], total=samples, visible=True)
-        return self._work(cell) / max(samples, 1)
-
-    def start(self, cell: Cell, samples: int) -> None:
-        """Show what runs now."""
-        self.share = self.show(self.one, cell, samples)
-
-    def start_together(self, cells: Sequence[Cell], samples: int) -> None:
-        """Show what runs now, as one."""
-        self.show(self.one, cells[0], samples)
-        self.bar.update(self.one, description=f"{_pair(cells[0])}, {len(cells)} cells"[:40])
-        self.share = sum(map(self._work, cells)) / max(samples, 1)
-
     def advance(self, samples: int) -> None:
-        """Move the bars."""
         if self.interrupted:
             raise KeyboardInterrupt
-        self.bar.advance(self.one, samples)
-        self.bar.advance(self.all, samples * self.share)
+        super().advance(samples)
 
     def doubt(self, doubt: str) -> None:
-        """Warn."""
         say_doubt(self.console, doubt)
 
     def meet(self, outcome: Outcome) -> None:
-        """Say what No Adapt reached."""
         self.console.print(str(outcome), markup=False, soft_wrap=True)
 
     def beside(self) -> Progress:
-        """A bar of its own for what runs in another process."""
-        return _Beside(self)
+        return _Row(self.bar, self.all)
 
     def refuse(self, cell: Cell, reason: str) -> None:
         """Take it out of the work that is left."""
         task = self.bar.tasks[0]
-        self.bar.update(self.all, total=max(0, (task.total or 0) - self._work(cell)))
+        self.bar.update(self.all, total=max(0, (task.total or 0) - work([cell])))
 
     def fail(self, failure: Failure) -> None:
-        """Take it out of the work that is left, and say why."""
         self.refuse(failure.cell, "")
         self.console.print(f"failed: {failure}", markup=False, soft_wrap=True)
 
     def finish(self, cell: Cell, record: Record, resumed: bool) -> None:
-        """Add the result to the table."""
         self.records.append(record)
         self.finished(record)
         self.bar.update(self.all, description=f"{len(self.records)} of {len(self.cells)} cells")
@@ -259,18 +236,4 @@ class Watch(Progress):
 
 
 def _pair(cell: Cell) -> str:
-    return f"{cell.method} + {cell.objective}"
-
-
-class _Beside(Progress):
-    """The bar of another process."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.watch, self.one, self.share = watch, watch.row(), 0.0
-
-    def start(self, cell: Cell, samples: int) -> None:
-        self.share = self.watch.show(self.one, cell, samples)
-
-    def advance(self, samples: int) -> None:
-        self.watch.bar.advance(self.one, samples)
-        self.watch.bar.advance(self.watch.all, samples * self.share)
+    return " + ".join(cell.pair)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,7 @@ from come.guard import Event, Guard
 from come.methods import get as get_method
 from come.model.copies import ModelCopies
 
-FEW = 2**26
-"""Bytes of source images that are kept for the next method that asks for them."""
+FEW = 2**26  # bytes of source images that are kept for the next method that asks for them
 
 
 class _Kept(NamedTuple):
@@ -31,26 +30,17 @@ class _Kept(NamedTuple):
 
     key: object
     made: Any
-    events: list[Event]
-    """What its guards report."""
-    first: dict[str, Tensor]
-    """The state of the adapter when it was made."""
+    events: list[Event]  # what its guards report
+    first: dict[str, Tensor]  # the state of the adapter when it was made
 
 
 class CellRunner:
-    """Runs cells with the model and the data of a plan. A copy of it runs cells in another process.
-
-    Args:
-        inputs: model and data.
-        device: where the model is.
-        workers: threads that decode images.
-    """
+    """Runs cells with the model and data of a plan, which `workers` threads decode. A copy runs cells in another process."""
 
     def __init__(self, inputs: Inputs, device: torch.device, workers: int) -> None:
         self.inputs, self.device, self.workers = inputs, device, workers
         self.jobs = ALONE
-        self.is_helper = False
-        """Whether other processes run the cells that this one cannot for want of memory."""
+        self.is_helper = False  # whether other processes run the cells that this one cannot for want of memory
         self._kept: _Kept | None = None
         self._copies: ModelCopies | None = None
         self._source_images: Tensor | None = None
@@ -60,22 +50,14 @@ class CellRunner:
         return vars(self) | {"_kept": None, "_copies": None, "_source_images": None}
 
     def move_to(self, device: str, jobs: Jobs) -> None:
-        """Get ready in a worker of a cluster: the model on its device, and the data looked at.
-
-        Raises:
-            InputError: the device or the data cannot be used there.
-        """
+        """Get ready in a worker of a cluster: the model on its device, and the data looked at."""
         self.device, self.jobs = usable_device(device), jobs
         self.inputs.model.module.to(self.device)
         self.inputs.check_readable()
         self.inputs.keep_images(self.device)
 
     def check_methods(self, cells: Sequence[Cell]) -> dict[str, str]:
-        """Which methods cannot be run, and why, found by making each once and showing it a batch.
-
-        Raises:
-            InputError: none of them can.
-        """
+        """Which methods cannot be run, and why, found by making each once and showing it a batch; not all of them may."""
         preprocess, plan = self.inputs.model.preprocess, self.inputs.plan
         sizes = ((len(e.stream), e.batch_size or plan.batch_size) for e in self.inputs.episodes(cells[-1]))
         smallest = min(min(size, length % size or size, length) for length, size in sizes)
@@ -85,7 +67,7 @@ class CellRunner:
         refused: dict[str, str] = {}
         for cell in {cell.method: cell for cell in cells}.values():
             try:
-                self._make_adapter(cell, [batch[:2]], False).check(batch[:smallest])
+                self._make(adapt, cell, cell.hyper, False, [batch[:2]]).check(batch[:smallest])
             except (ModelError, InputError) as error:
                 refused[cell.method] = str(error)
         if len(refused) == len(plan.methods):
@@ -101,7 +83,18 @@ class CellRunner:
         run = self.open(cell)
         start(run)
         adapter, events = self._adapter_for(cell)
-        return Finished(*run.run(adapter, Meter(self.device, self.jobs), events, advance), run.streams)
+        meter = Meter(self.device, self.jobs)
+        for batch, fresh in run:
+            if fresh:
+                adapter.reset()
+            try:
+                step = adapter.step(batch.images)
+            except InputError as error:
+                raise UnfitError(str(error)) from error
+            run.add(step, batch)
+            advance(len(batch.labels))
+        lr = adapter.learning_rate(cell.batch_size) if adapter.method.descends else None
+        return Finished(*run.record(meter, adapter.health(), events, lr), run.streams)
 
     def attempt(self, cell: Cell, start: Callable[[CellRun], None], advance: Callable[[int], None]) -> Ending:
         """Run a cell and say how that ended; errors that concern all cells are raised: of the data, or the folder."""
@@ -112,16 +105,12 @@ class CellRunner:
         except ComeError:
             raise
         except Exception as error:
-            self.recover(error)
+            self.release()
+            if self.is_helper and isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+                raise  # with one process less, the others may have room for the cell
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # after some errors a GPU answers no more
             return Failure.of(cell, error)
-
-    def recover(self, error: Exception) -> None:
-        """Get ready for the next cell after one has failed; raises where this process cannot go on."""
-        self.release()
-        if self.is_helper and isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-            raise error  # with one process less, the others may have room for the cell
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # after some errors a GPU answers no more
 
     def release(self) -> None:
         """Close the adapter or the fleet."""
@@ -132,12 +121,7 @@ class CellRunner:
 
     def fleet_for(self, key: object, cell: Cell, shared: dict[str, Any]) -> tuple[Fleet, list[Event]]:
         """A fleet without streams for cells with that key and these hyperparameters, and what its guards report."""
-
-        def make(guard: bool | Guard) -> Fleet:
-            arguments = self._arguments(cell, self._source_batches) | shared
-            return Fleet(self.inputs.model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
-
-        kept = self._keep(("fleet", key), cell, make)
+        kept = self._keep(("fleet", key), cell, Fleet, shared)
         for name in kept.made.streams:
             kept.made.close(name)
         kept.events.clear()
@@ -146,34 +130,35 @@ class CellRunner:
     def _adapter_for(self, cell: Cell) -> tuple[Adapter, list[Event]]:
         """The adapter of a cell: the last one in its first state, if it fits; EATA's Fisher matrix costs."""
         last = self._kept
-        kept = self._keep(
-            ("adapter", adapter_key(cell)), cell, lambda guard: self._make_adapter(cell, self._source_batches, guard)
-        )
+        kept = self._keep(("adapter", adapter_key(cell)), cell, adapt, cell.hyper)
         if kept is last:
             # A reset would keep the guard's counters, and report what happened in the last batches of the cell before.
             kept.made.load_state_dict(kept.first)
             kept.events.clear()
         return kept.made, kept.events
 
-    def _keep(self, key: object, cell: Cell, make: Callable[[bool | Guard], Adapter | Fleet]) -> _Kept:
-        """What was made last if it has that key, else what `make` returns."""
+    def _keep(self, key: object, cell: Cell, kind: Callable[..., Any], hyper: Mapping[str, Any]) -> _Kept:
+        """What was made last if it has that key, else an adapter or a fleet with these hyperparameters."""
         if self._kept is not None and self._kept.key != key:
             self.release()
         if self._kept is None:
             events: list[Event] = []
             try:
-                made = make(cell.guarded and Guard(on_event=events.append))
+                guard = cell.guarded and Guard(on_event=events.append)
+                made = self._make(kind, cell, hyper, guard, self._source_batches())
             except ModelError as error:
                 raise UnfitError(str(error)) from error
             self._kept = _Kept(key, made, events, made.state_dict() if isinstance(made, Adapter) else {})
         return self._kept
 
-    def _make_adapter(self, cell: Cell, source: Iterable[Tensor], guard: bool | Guard) -> Adapter:
-        arguments = self._arguments(cell, source) | cell.hyper
-        return adapt(self.inputs.model.module, cell.base, objective=cell.objective, guard=guard, **arguments)
-
-    def _arguments(self, cell: Cell, source: Iterable[Tensor]) -> dict[str, Any]:
-        """What the method of a cell is given beside its hyperparameters."""
+    def _make(
+        self,
+        kind: Callable[..., Any],
+        cell: Cell,
+        hyper: Mapping[str, Any],
+        guard: bool | Guard,
+        source: Iterable[Tensor],
+    ) -> Any:
         offered = {
             "source": source,
             "normalization": self.inputs.model.preprocess.normalization,
@@ -185,10 +170,10 @@ class CellRunner:
         for name in ("precision", "compile", "channels_last"):
             if (value := getattr(cell, name)) != Cell.model_fields[name].default:
                 found[name] = value
-        return found
+        model = self.inputs.model.module
+        return kind(model, cell.base, objective=cell.objective, guard=guard, **(found | dict(hyper)))
 
-    @property
-    def _source_batches(self) -> Iterable[Tensor]:
+    def _source_batches(self) -> Iterator[Tensor]:
         found = self._source_images
         if found is None:
             assert self.inputs.clean is not None

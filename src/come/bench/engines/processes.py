@@ -54,8 +54,8 @@ class Helpers(RemoteProgress):
         try:
             for number in range(1, count + 1):
                 ours, theirs = context.Pipe(duplex=False)
-                arguments = (runner, cells, path, ignored, number, runner.jobs, threads, theirs)
-                process = context.Process(target=_help, args=arguments)
+                order = order_for(cells, number, count + 1)
+                process = context.Process(target=_help, args=(runner, order, path, ignored, threads, theirs))
                 with _no_ctrl_c():
                     process.start()
                 theirs.close()
@@ -128,22 +128,19 @@ def _no_ctrl_c() -> Iterator[None]:
 def _help(
     runner: CellRunner,
     cells: Sequence[Cell],
-    path: str,
+    path: Path,
     ignored: Mapping[Path, Stamp],
-    number: int,
-    jobs: Jobs,
     threads: int,
     pipe: connection.Connection,
 ) -> None:
-    """What a helper does."""
+    """What a helper does: run the cells, in its own order."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     reporter = Reporter(pipe.send)
     warnings.showwarning = reporter.warn
-    runner.jobs, runner.workers, runner.is_helper = jobs, runner.workers // jobs.count, True
+    runner.workers, runner.is_helper = runner.workers // runner.jobs.count, True
     try:
-        schedule = Schedule(RunFolder(path), reporter, ignored, {})
-        local.run_claimed(runner, schedule, order_for(cells, number, jobs.count))
+        local.run_claimed(runner, Schedule(RunFolder(path), reporter, ignored, {}), cells)
         pipe.send(("end",))
     except OSError:  # the first process is gone
         raise SystemExit(1) from None

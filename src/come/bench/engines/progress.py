@@ -15,11 +15,9 @@ from come.errors import warn
 if TYPE_CHECKING:
     from come.bench.engines.schedule import Schedule
 
-OFTEN = 0.2
-"""Seconds between two reports of progress from another process."""
+OFTEN = 0.2  # seconds between two reports of progress from another process
 
-Message = tuple[Any, ...]
-"""From one process to another: what happened, and to which cell."""
+Message = tuple[Any, ...]  # from one process to another: what happened, and to which cell
 
 
 class Progress:

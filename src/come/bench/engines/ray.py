@@ -31,10 +31,8 @@ from come.bench.record import Failure
 from come.errors import ComeError, ConfigError, InputError, StateError, one_line
 from come.version import __version__
 
-ATTEMPTS = 3
-"""How often a cell is run whose worker dies, and how many workers in a row may die before they are ready."""
-PATIENCE = 60.0
-"""Seconds that the first cell waits for the last worker to be ready."""
+ATTEMPTS = 3  # how often a cell is run whose worker dies, and how many workers in a row may die before they are ready
+PATIENCE = 60.0  # seconds that the first cell waits for the last worker to be ready
 
 
 def run(
@@ -87,13 +85,10 @@ class Worker:
 class _Slot:
     """A place for a worker, and what the one there is doing."""
 
-    order: Sequence[Cell]
-    """All cells, in the order in which it takes them."""
+    order: Sequence[Cell]  # all cells, in the order in which it takes them
     actor: Any = None
-    task: Any = None
-    """What it was asked for last and has not answered: to get ready, or to run `cell`."""
-    messages: Any = None
-    """The messages that it was asked for, while it runs the cell."""
+    task: Any = None  # what it was asked for last and has not answered: to get ready, or to run `cell`
+    messages: Any = None  # the messages that it was asked for, while it runs the cell
     cell: Cell | None = None
     claim: ExitStack = field(default_factory=ExitStack)
 
@@ -102,13 +97,7 @@ class Workers(RemoteProgress):
     """Workers on a cluster, each with a copy of the runner, and which cell each of them runs."""
 
     def __init__(
-        self,
-        runner: CellRunner,
-        schedule: Schedule,
-        cells: Sequence[Cell],
-        cluster: Cluster,
-        count: int,
-        device: str,
+        self, runner: CellRunner, schedule: Schedule, cells: Sequence[Cell], cluster: Cluster, count: int, device: str
     ) -> None:
         super().__init__(schedule, cells)
         self._ray = import_ray()

@@ -15,8 +15,7 @@ from come.bench.folder import RunFolder, Stamp
 from come.bench.measure import CellRun
 from come.bench.record import Failure, Record, Rows
 
-PAUSE = 0.5
-"""Seconds until it is worth looking again whether another process is done with a cell."""
+PAUSE = 0.5  # seconds until it is worth looking again whether another process is done with a cell
 
 
 class Finished(NamedTuple):
@@ -33,21 +32,15 @@ class Refused(NamedTuple):
     reason: str
 
 
-Ending = Finished | Refused | Failure
-"""How the run of a cell ended."""
+Ending = Finished | Refused | Failure  # how the run of a cell ended
 
 
 class Schedule:
     """The cells of a run: which are settled (finished, failed or refused), and who may run the others.
 
-    Cells are claimed in the run folder, so other processes may work on the same ones.
-
-    Args:
-        folder: where results go.
-        progress: who watches.
-        ignored: files of an earlier run that do not count in this one, as they were: earlier failures, damaged cells, and
-            finished cells that are to be run again.
-        refused: methods that cannot be run, and why; this adds to it.
+    Cells are claimed in the run folder, so other processes may work on the same ones. `ignored` are files of an earlier run
+    that do not count in this one, as they were: earlier failures, damaged cells, and finished cells that are to be run again.
+    `refused`, methods that cannot be run, and why, grows.
     """
 
     def __init__(
@@ -56,22 +49,15 @@ class Schedule:
         self.folder, self.progress, self.ignored, self.refused = folder, progress, ignored, refused
         self.done: dict[str, Record] = {}
         self.failed: list[Failure] = []
-        self.settled: set[str] = set()
-        """Keys of the cells that are finished, have failed or cannot be run."""
+        self.settled: set[str] = set()  # keys of the cells that are finished, have failed or cannot be run
         self.has_helpers = False
         """Whether other processes run cells for this one: what is found finished from now on is theirs."""
         self.listen: Callable[[float], None] = time.sleep
         """Takes note of what other processes report, and waits for it up to so many seconds."""
 
-    def is_finished(self, cell: Cell) -> bool:
-        """Whether there is a record of a cell that counts; no rows are read."""
-        return self._record(cell) is not None
-
-    def _record(self, cell: Cell) -> Record | None:
+    def record(self, cell: Cell) -> Record | None:
+        """The record of a finished cell, if there is one that counts; no rows are read."""
         return None if self._is_ignored(self.folder.file(cell.key)) else self.folder.record(cell)
-
-    def _failure(self, cell: Cell) -> Failure | None:
-        return None if self._is_ignored(self.folder.failure_file(cell.key)) else self.folder.failure(cell.key)
 
     def _is_ignored(self, path: Path) -> bool:
         """Whether a file is not there, or does not count."""
@@ -85,9 +71,9 @@ class Schedule:
         """Whether a cell is settled, here or by what another process left in the folder."""
         if cell.key in self.settled:
             return True
-        if (record := self._record(cell)) is not None:
+        if (record := self.record(cell)) is not None:
             self.finish(cell, record, resumed=not self.has_helpers)
-        elif (failure := self._failure(cell)) is not None:
+        elif not self._is_ignored(self.folder.failure_file(cell.key)) and (failure := self.folder.failure(cell.key)):
             self.fail(failure)
         return cell.key in self.settled
 

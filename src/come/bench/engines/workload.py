@@ -13,12 +13,10 @@ from torch import nn
 from come.bench.cell import Cell
 from come.methods import get as get_method
 
-SMALL = 5_000_000
-"""Parameters of a model that leaves a core or a GPU idle now and then."""
+SMALL = 5_000_000  # parameters of a model that leaves a core or a GPU idle now and then
 WORTH = {"cpu": 20_000, "cuda": 1_000_000}
 """Forward passes of a sample that are worth a process of their own, which takes seconds to start."""
-SAMPLES = 1024
-"""Samples of all streams together that keep a GPU busy, whatever the model."""
+SAMPLES = 1024  # samples of all streams together that keep a GPU busy, whatever the model
 
 
 def effort(cell: Cell) -> int:
