@@ -26,9 +26,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Names of the corruptions in each group, in the usual order; the first four groups are the standard fifteen."""
 
-NOMINAL_SIZE: Final[dict[str, int]] = {"cifar": 32, "tiny": 64, "imagenet": 224, "imagenet_original": 224}
-TABLES: Final[tuple[str, ...]] = tuple(NOMINAL_SIZE)
-"""Names of the tables of parameters, each for images of one size."""
+TABLES: Final[tuple[str, ...]] = ("cifar", "tiny", "imagenet", "imagenet_original")
+"""Names of the tables of parameters, for images of 32, 64, 224 and 224 pixels."""
 
 
 def _zooms(step: float, count: int) -> tuple[float, ...]:

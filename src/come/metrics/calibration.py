@@ -56,8 +56,7 @@ def nll(log_probability: Tensor, label: Tensor) -> Tensor:
 
     Returns:
         (N,) nats in [0, 100], never NaN. 0 for outliers, so average it with `labelled_mean`; 100 where the label is none of
-        the K
-        classes or a logit is NaN.
+        the K classes or a logit is NaN.
 
     Example:
         >>> nll(torch.tensor([[0.0, 0.0], [200.0, 0.0], [0.0, 0.0]]), torch.tensor([1, 1, -1]))
@@ -74,8 +73,7 @@ def brier(log_probability: Tensor, label: Tensor) -> Tensor:
 
     Returns:
         (N,) in [0, 2], never NaN. 0 for outliers, so average it with `labelled_mean`; 2 where a logit is NaN. A label that is
-        none
-        of the K classes counts as a class of probability 0.
+        none of the K classes counts as a class of probability 0.
 
     Example:
         >>> brier(torch.tensor([[0.0, 0.0], [200.0, 0.0], [0.0, 0.0]]), torch.tensor([1, 1, -1]))

@@ -32,10 +32,8 @@ def summary(rows: Rows, *, score: str = "confidence") -> dict[str, float]:
 
     Returns:
         numbers by name, none of them NaN. What the data do not define is absent: everything but the two counts (samples,
-        outliers)
-        without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong, inliers
-        against
-        outliers if one of them is missing, ece for a score that is no probability.
+        outliers) without samples, metrics over labelled samples without any, auroc_correct if all are correct or all wrong,
+        inliers against outliers if one of them is missing, ece for a score that is no probability.
 
     Example:
         >>> rows = {"label": torch.tensor([0, 1, 1]), "prediction": torch.tensor([0, 1, 0])}

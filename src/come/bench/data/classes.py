@@ -17,9 +17,8 @@ FIRST = 3  # classes that `in_order` names before the last one
 def read_classes(path: str | Path) -> list[str]:
     """The names of a model's classes, in the order of its outputs.
 
-    Args:
-        path: a text file with a name in each line, or JSON: a list of names, an object from index to name, or a `config.json`
-            of transformers, whose `id2label` is used.
+    The file is a text with a name in each line, or JSON: a list of names, an object from index to name, or a `config.json` of
+    transformers, whose `id2label` is used.
 
     Raises:
         InputError: the file cannot be read, is empty, leaves an output without a name, or names a class twice.

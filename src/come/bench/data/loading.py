@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -33,6 +33,7 @@ class Batch:
     labels: Tensor  # (B,) int64 on the device, or (B, H, W) of a dense source; -1 marks an outlier, or a pixel without label
     indices: Tensor  # (B,) int64: the samples' numbers in the source
     kinds: Tensor  # (B,) int64: places in `Stream.shifts`; -1 marks an outlier
+    bad: int = 0  # samples that could not be read, and are left out
 
 
 @dataclass
@@ -43,9 +44,8 @@ class Account:
     waited: float = 0.0
 
 
-_Loaded = tuple[Loaded, Tensor]  # a batch on the host, and the kinds of its samples
-_Chunk = tuple[list[tuple[Tensor, Tensor, Loaded, Tensor]], "torch.cuda.Event | None"]
-"""Batches with corrupted images and labels on the device, and the event after which they are there."""
+_Chunk = tuple[list[Batch], "torch.cuda.Event | None"]
+"""Batches with corrupted images and labels on the device, and on a GPU the event after which they are there."""
 
 
 def batches(
@@ -111,7 +111,7 @@ class _Loading:
     def __len__(self) -> int:
         return -(-len(self.stream) // self.batch_size)
 
-    def __getitem__(self, number: int) -> _Loaded:
+    def __getitem__(self, number: int) -> Batch:
         stream, begin = self.stream, number * self.batch_size
         by_kind: dict[int, list[int]] = {}
         for place in range(begin, min(begin + self.batch_size, len(stream))):
@@ -125,11 +125,12 @@ class _Loading:
             left = iter(places)  # without those that could not be read
             where += [next((p for p in left if stream.order[p] == index), -1) for index in part.indices.tolist()]
         if len(parts) == 1:
-            return parts[0], torch.tensor(kinds, dtype=torch.int64)
+            return Batch(*parts[0][:3], torch.tensor(kinds, dtype=torch.int64), parts[0].bad)
         back = torch.tensor(where, dtype=torch.int64).argsort()
         images, labels, indices = (torch.cat(values) for values in list(zip(*parts, strict=True))[:3])
-        loaded = Loaded(images[back.to(images.device)], labels[back], indices[back], sum(part.bad for part in parts))
-        return loaded, torch.tensor(kinds, dtype=torch.int64)[back]
+        in_order = torch.tensor(kinds, dtype=torch.int64)[back]
+        bad = sum(part.bad for part in parts)
+        return Batch(images[back.to(images.device)], labels[back], indices[back], in_order, bad)
 
 
 def _batches(
@@ -142,13 +143,13 @@ def _batches(
     while following is not None:
         made, ready = following
         following = None
-        if side is not None and ready is not None:
+        if ready is not None:
             torch.cuda.current_stream(device).wait_event(ready)
-        for number, (images, labels, loaded, kinds) in enumerate(made):
-            if side is not None:
-                images.record_stream(torch.cuda.current_stream(device))
-                labels.record_stream(torch.cuda.current_stream(device))
-            yield Batch(preprocess(images), labels, loaded.indices, kinds)
+        for number, batch in enumerate(made):
+            if ready is not None:
+                batch.images.record_stream(torch.cuda.current_stream(device))
+                batch.labels.record_stream(torch.cuda.current_stream(device))
+            yield replace(batch, images=preprocess(batch.images))
             if number == 0:
                 following = _chunk(loading, chunks, device, side)
 
@@ -159,22 +160,22 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _loaded_chunks(loading: _Loading, device: torch.device, workers: int, account: Account) -> Iterator[list[_Loaded]]:
+def _loaded_chunks(loading: _Loading, device: torch.device, workers: int, account: Account) -> Iterator[list[Batch]]:
     """Several batches at a time, first one, then two, four, ...: the first must not wait for many."""
     if device.type == "cuda" and not loading.is_cached():
         loading = loading.on_host()
-    batches: Iterable[_Loaded] = map(loading.__getitem__, range(len(loading)))
+    batches: Iterable[Batch] = map(loading.__getitem__, range(len(loading)))
     if workers and not loading.is_cached():
         batches = _ahead(loading, workers)
-    chunk: list[_Loaded] = []
+    chunk: list[Batch] = []
     size = most = 1
     since = time.perf_counter()
-    for loaded, kinds in batches:
+    for batch in batches:
         account.waited += time.perf_counter() - since
-        account.bad += loaded.bad
-        if len(loaded.labels):
-            chunk.append((loaded, kinds))
-            values = CHUNK_VALUES.get(device.type, CHUNK_VALUES["cpu"]) // loaded.images[0].numel()
+        account.bad += batch.bad
+        if len(batch.labels):
+            chunk.append(batch)
+            values = CHUNK_VALUES.get(device.type, CHUNK_VALUES["cpu"]) // batch.images[0].numel()
             most = max(1, min(CHUNK, values) // loading.batch_size)
         if len(chunk) >= min(size, most):
             yield chunk
@@ -184,13 +185,13 @@ def _loaded_chunks(loading: _Loading, device: torch.device, workers: int, accoun
         yield chunk
 
 
-def _ahead(loading: _Loading, workers: int) -> Iterator[_Loaded]:
+def _ahead(loading: _Loading, workers: int) -> Iterator[Batch]:
     """Batches in order, loaded ahead by threads.
 
     Threads, since decoding an image lets other threads run, and since a process forked from one that uses a GPU dies when it
     touches, or only frees, what is there.
     """
-    waiting: deque[Future[_Loaded]] = deque()
+    waiting: deque[Future[Batch]] = deque()
     with ThreadPoolExecutor(workers, "loading") as pool:
         try:
             for number in range(len(loading)):
@@ -205,7 +206,7 @@ def _ahead(loading: _Loading, workers: int) -> Iterator[_Loaded]:
 
 
 def _chunk(
-    loading: _Loading, chunks: Iterator[list[_Loaded]], device: torch.device, side: torch.cuda.Stream | None
+    loading: _Loading, chunks: Iterator[list[Batch]], device: torch.device, side: torch.cuda.Stream | None
 ) -> _Chunk | None:
     """The next chunk on the device, made on the CUDA stream `side`."""
     with nullcontext() if side is None else torch.cuda.stream(side):
@@ -213,30 +214,30 @@ def _chunk(
         if chunk is None:
             return None
         made = []
-        alike = len({loaded.images.shape[1:] for loaded, _ in chunk}) == 1
+        alike = len({batch.images.shape[1:] for batch in chunk}) == 1
         for part in [chunk] if alike else [[batch] for batch in chunk]:
-            images = torch.cat([_on_device(loading, loaded, kinds, device) for loaded, kinds in part])
-            labels = _moved(torch.cat([loaded.labels for loaded, _ in part]), device)
+            images = torch.cat([_on_device(loading, batch, device) for batch in part])
+            labels = _moved(torch.cat([batch.labels for batch in part]), device)
             if loading.source.holds is None:
-                indices = torch.cat([loaded.indices for loaded, _ in part])
-                images = _corrupted(images, loading.stream, indices, torch.cat([kinds for _, kinds in part]))
-            sizes = [len(loaded.labels) for loaded, _ in part]
-            split = zip(torch.split(images, sizes), torch.split(labels, sizes), part, strict=True)
-            made += [(x, y, loaded, kinds) for x, y, (loaded, kinds) in split]
+                indices = torch.cat([batch.indices for batch in part])
+                images = _corrupted(images, loading.stream, indices, torch.cat([batch.kinds for batch in part]))
+            sizes = [len(batch.labels) for batch in part]
+            split = zip(part, images.split(sizes), labels.split(sizes), strict=True)
+            made += [replace(batch, images=x, labels=y) for batch, x, y in split]
         return made, None if side is None else side.record_event()
 
 
-def _on_device(loading: _Loading, loaded: Loaded, kinds: Tensor, device: torch.device) -> Tensor:
+def _on_device(loading: _Loading, batch: Batch, device: torch.device) -> Tensor:
     """The images of a batch on the device; a `DeviceCache` keeps them."""
-    if loaded.images.device.type == device.type:
-        return loaded.images
-    images = _moved(loaded.images, device)
-    for kind in sorted(set(kinds.tolist())):
+    if batch.images.device.type == device.type:
+        return batch.images
+    images = _moved(batch.images, device)
+    for kind in sorted(set(batch.kinds.tolist())):
         source, shift = loading.of(kind)
         if isinstance(source, DeviceCache):
-            chosen = (kinds == kind).nonzero()[:, 0]
+            chosen = (batch.kinds == kind).nonzero()[:, 0]
             part = images if len(chosen) == len(images) else images[_moved(chosen, device)]
-            source.keep(part, loaded.labels[chosen], loaded.indices[chosen], *shift)
+            source.keep(part, batch.labels[chosen], batch.indices[chosen], *shift)
     return images
 
 

@@ -35,12 +35,7 @@ Shift = tuple[str | None, int]  # corruption and severity
 
 
 class _Wrapper(Source):
-    """Keeps images of another source and passes everything else on to it.
-
-    Args:
-        source: where the images come from.
-        used: which samples are kept, by default all; others are loaded from the source each time.
-    """
+    """Keeps the `used` samples of another source, by default all, and passes everything else on to it."""
 
     def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
         self.source, self.name, self.num_classes = source, source.name, source.num_classes
@@ -83,10 +78,7 @@ class DecodedStore(_Wrapper):
     while it is open read and write it too. A sample is marked when all of it is written; two threads or processes may decode
     the same one at the same time and write the same bytes. Images that find no room are decoded each time.
 
-    Args:
-        source: where the images come from.
-        used: which samples are kept, by default all; others are loaded from the source each time.
-        shifts: which (corruption, severity) are kept, for a source that holds some.
+    `shifts` are the (corruption, severity) that are kept, for a source that holds some.
     """
 
     def __init__(self, source: Source, used: Iterable[int] | None = None, shifts: Sequence[Shift] = ()) -> None:
@@ -219,12 +211,7 @@ class DecodedStore(_Wrapper):
 
 
 class DeviceCache(_Wrapper):
-    """Keeps the images of a source on the GPU once they were there, if all of them take a small share of its memory.
-
-    Args:
-        source: where the images come from.
-        used: which samples are kept, by default all; others are loaded from the source each time.
-    """
+    """Keeps the images of a source on the GPU once they were there, if all of them take a small share of its memory."""
 
     def __init__(self, source: Source, used: Iterable[int] | None = None) -> None:
         super().__init__(source, used)
@@ -243,11 +230,8 @@ class DeviceCache(_Wrapper):
         if found is None or not len(chosen) or int(rows.min()) < 0:
             return False
         rest = chosen[~found[2][rows]].tolist()
-        if not rest:
-            return True
-        return isinstance(self.source, DecodedStore) and bool(
-            (self.source.states(rest, corruption, severity) == BAD).all()
-        )
+        store = self.source
+        return not rest or (isinstance(store, DecodedStore) and set(store.states(rest, corruption, severity)) == {BAD})
 
     def load(self, indices: Sequence[int], corruption: str | None = None, severity: int = 5) -> Loaded:
         """From the device, or else from the source, to the host."""

@@ -32,12 +32,7 @@ SUMMARIES = ("average", "worst")  # domains computed from others
 
 @dataclass(frozen=True)
 class Column:
-    """What the numbers of a column are: a metric on a domain.
-
-    Example:
-        >>> print(Column("fog", "fpr"))
-        fog fpr
-    """
+    """What the numbers of a column are: a metric on a domain."""
 
     domain: str
     metric: Metric
@@ -48,12 +43,7 @@ class Column:
 
 @dataclass(frozen=True)
 class PaperRow:
-    """One line of a table: a method with an objective.
-
-    Example:
-        >>> get("ablation").rows[2]
-        PaperRow(method='tent', objective='em:freeze_norm=true', values=(60.9, 25.5, 68.0, 93.0), sl=False, uc=True)
-    """
+    """One line of a table: a method with an objective."""
 
     method: str
     objective: str
@@ -66,12 +56,7 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class PaperImprove:
-    """An "Improve" line as printed: a triangle up is +, down is -, and "-" is None.
-
-    Example:
-        >>> get("in-distribution").improve[4]  # 80.3 to 80.6: too little to print
-        PaperImprove(method='memo', values=(None,))
-    """
+    """An "Improve" line as printed: a triangle up is +, down is -, and "-" is None."""
 
     method: str
     values: tuple[float | None, ...]
@@ -79,13 +64,7 @@ class PaperImprove:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One table of the paper.
-
-    Example:
-        >>> table = get("standard")
-        >>> table.model, table.setting, len(table.rows), len(table.columns)
-        ('ViT-B/16', 'standard', 16, 17)
-    """
+    """One table of the paper."""
 
     name: str
     label: str  # its label in the LaTeX source
@@ -120,26 +99,12 @@ class PaperTable:
 
 
 def names() -> list[str]:
-    """Names of all tables, in the order of the paper.
-
-    Example:
-        >>> names()[:3]
-        ['standard', 'openworld', 'lifelong']
-    """
+    """Names of all tables, in the order of the paper."""
     return list(_tables())
 
 
 def get(name: str) -> PaperTable:
-    """The table of that name.
-
-    Example:
-        >>> get("cost").value("memo", "em", "stream", "seconds")
-        20576.0
-        >>> get("cots")  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        come.errors.ConfigError: no table of the paper 'cots'; did you mean 'cost'? Known: ...
-    """
+    """The table of that name."""
     tables = _tables()
     if name not in tables:
         raise unknown("table of the paper", name, tables)

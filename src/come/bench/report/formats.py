@@ -49,22 +49,6 @@ def to_latex(table: Table) -> str:
     r"""The table for a paper; it needs `\usepackage{booktabs,amssymb}`, and with other alphabets a font that has them.
 
     Differences that were found are bold. All text is escaped.
-
-    Example:
-        >>> from come.bench.report.tables import Row
-        >>> entry = Entry(52.13, 0.4)
-        >>> print(to_latex(Table("A & B", ("Fog",), (Row("tent", "em", (entry,), "em"),), (("fog", "accuracy"),))))
-        \begin{table}
-        \centering
-        \caption{A \& B}
-        \begin{tabular}{lr}
-        \toprule
-         & Fog \\
-        \midrule
-        tent + em & 52.1$\pm$0.4 \\
-        \bottomrule
-        \end{tabular}
-        \end{table}
     """
     lines = [r"\begin{table}", r"\centering"]
     lines += [rf"\caption{{{_escaped(table.title)}}}"] if table.title else []
@@ -119,14 +103,7 @@ def _no_formula(value: str | float | None) -> str | float | None:
 
 
 def to_json(table: Table) -> str:
-    """The same numbers as `to_csv`, as `{"title": ..., "numbers": [...]}` with null where there is none.
-
-    Example:
-        >>> from come.bench.report.tables import Row
-        >>> table = Table("T", ("Fog",), (Row("tent", "em", (None,), "em"),), (("fog", "accuracy"),))
-        >>> json.loads(to_json(table))["numbers"][0]["mean"] is None
-        True
-    """
+    """The same numbers as `to_csv`, as `{"title": ..., "numbers": [...]}` with null where there is none."""
     return json.dumps({"title": table.title, "numbers": list(_numbers(table))}, indent=1, allow_nan=False) + "\n"
 
 

@@ -95,7 +95,10 @@ def write_html(
             cost=_cost(records),
             protocol=str(outcome or ""),
             setup=_setup(records, command) | {"protocol": outcome.protocol.paragraph() if outcome else ""},
-            cells=_cells(folder, records, Path(path)),
+            records=records,
+            folder=folder,
+            listed=_listed,
+            link=lambda target: quote(Path(os.path.relpath(target, Path(path).parent)).as_posix()),
         )
     write_text(path, text)
 
@@ -279,15 +282,3 @@ def _setup(records: Sequence[Record], command: Sequence[str]) -> Context:
     }
     found = [(name, "; ".join(dict.fromkeys(map(str, values))) or "none") for name, values in items.items()]
     return {"command": shlex.join(command), "items": found}
-
-
-def _cells(folder: RunFolder, records: Sequence[Record], path: Path) -> Context:
-    def link(target: Path) -> str:
-        """Relative to the page."""
-        return quote(Path(os.path.relpath(target, path.parent)).as_posix())
-
-    rows = []
-    for r in records:
-        about = _listed(r.result.domains), r.cell.seed, r.result.samples
-        rows.append((r.key, " + ".join(r.cell.pair), *about, link(folder.file(r.key))))
-    return {"rows": rows, "streams": link(folder.streams)}

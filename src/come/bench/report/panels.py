@@ -38,6 +38,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 Dash = tuple[float, tuple[float, ...]]
 DASHES: dict[str, Dash] = {"em": (0.0, (3.5, 1.6)), "come": (0.0, ())}
 OTHER_DASHES: tuple[Dash, ...] = ((0.0, (6.0, 1.5, 1.0, 1.5)), (0.0, (6.0, 1.5, 1.0, 1.5, 1.0, 1.5)))
+STROKE = {"markersize": 3.2, "markeredgewidth": 0.8, "linewidth": 1.3}
 DOTS: Dash = (0.0, (1.0, 1.5))
 
 
@@ -65,11 +66,8 @@ class Look:
     @property
     def line(self) -> dict[str, Any]:
         """Arguments of a line of matplotlib."""
-        style = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markerfacecolor": self.face}
-        return {
-            **style,
-            **{"markersize": 3.2, "markeredgewidth": 0.8, "linewidth": 1.3, "label": self.label, "gid": self.series},
-        }
+        look = {"color": self.colour, "linestyle": self.dash, "marker": self.marker, "markerfacecolor": self.face}
+        return look | STROKE | {"label": self.label, "gid": self.series}
 
 
 Looks = Mapping[tuple[str, str], Look]
