@@ -46,7 +46,7 @@ class Inputs:
         self.model = model or models.load(plan.model, **{name: getattr(plan, name) for name in models.OPTIONS})
         self.weights_sha256 = "" if protocol is None else protocol.check_weights(self.model)
         self.model.module.to(device)
-        embedded = plan.model in models.EMBEDDED
+        embedded = plan.model in (*models.EMBEDDED, *models.EMBEDDED_SEGMENTERS)
         self._weights = None if embedded else (self.weights_sha256 or models.fingerprint(self.model.module))[:16]
         self.source = source or self._open(plan.data)
         self.is_embedded = source is None and isinstance(self.source, (FashionSource, ScenesSource))

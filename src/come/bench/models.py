@@ -60,12 +60,15 @@ EMBEDDED = {
     "fashion-resnet-bn": "embedded ResNet (BatchNorm), 32x32, for the fashion data",
     "fashion-resnet-gn": "embedded ResNet (GroupNorm), the same",
     "fashion-vit": "embedded ViT (LayerNorm), the same",
+}
+EMBEDDED_SEGMENTERS = {
     "scenes-unet-bn": "embedded U-Net (BatchNorm), 64x64, for segmentation of the scenes data",
     "scenes-segformer": "embedded SegFormer (LayerNorm), the same",
 }
 FOLDER = files("come.bench") / "embedded"
 DESCRIPTIONS = {
     **EMBEDDED,
+    **EMBEDDED_SEGMENTERS,
     "keras-resnet50": "ResNet-50 as Keras has it, stride 2 on the first 1x1 convolution; needs --checkpoint",
     "timm:NAME": "any model of timm with its pretrained weights and data configuration",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
@@ -95,7 +98,7 @@ def load(
     """A model by name, in evaluation mode.
 
     Args:
-        name: one of `EMBEDDED`, "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME", "open_clip:NAME" or
+        name: one of `EMBEDDED` or `EMBEDDED_SEGMENTERS`, "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME", "open_clip:NAME" or
             "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
@@ -146,7 +149,7 @@ def load(
 
 def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     kind, _, rest = name.partition(":")
-    if name in EMBEDDED:
+    if name in (*EMBEDDED, *EMBEDDED_SEGMENTERS):
         if checkpoint is not None:
             raise ConfigError(f"{name} comes with its weights; give --checkpoint with timm:NAME or torchvision:NAME")
         return _embedded(name)
