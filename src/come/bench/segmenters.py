@@ -53,7 +53,8 @@ class UNet(nn.Module):
         for across, up in zip(self.across, self.up, strict=True):
             level = levels.pop()
             x = up(level + F.interpolate(across(x), level.shape[2:], mode="bilinear"))
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class _Block(nn.Module):
@@ -75,7 +76,8 @@ class _Block(nn.Module):
         k, v = self.key_value(coarse).reshape(b, coarse.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, h, w, c))
         wide = self.mix(self.grow(self.norm2(x)).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        return x + self.shrink(F.gelu(wide))
+        x = x + self.shrink(F.gelu(wide))
+        return x
 
 
 class SegFormer(nn.Module):
@@ -105,7 +107,8 @@ class SegFormer(nn.Module):
             at_level = level(tokens).permute(0, 3, 1, 2)
             found.append(F.interpolate(at_level, found[0].shape[2:], mode="bilinear") if found else at_level)
         together = torch.cat(found, dim=1).permute(0, 2, 3, 1)
-        return self.head(F.gelu(self.fused(self.fuse(together)))).permute(0, 3, 1, 2)
+        logits: Tensor = self.head(F.gelu(self.fused(self.fuse(together))))
+        return logits.permute(0, 3, 1, 2)
 
 
 SEGMENTERS: dict[str, Callable[..., nn.Module]] = {"unet": UNet, "segformer": SegFormer}

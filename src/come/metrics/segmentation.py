@@ -181,7 +181,7 @@ def binned_ece(bins: Tensor) -> float:
         0.25
     """
     count, right, sure = torch.cat([bins[:14], bins[14:].sum(dim=0, keepdim=True)]).double().T
-    return ((sure - right).abs().sum() / count.sum().clamp_min(1)).item()
+    return float((sure - right).abs().sum() / count.sum().clamp_min(1))
 
 
 def binned_risk(bins: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ def binned_aurc(bins: Tensor) -> float:
     before, right_before = count.cumsum(dim=0) - count, right.cumsum(dim=0) - right
     share = right / count
     harmonic = torch.digamma(before + count + 1) - torch.digamma(before + 1)
-    return 1 - ((right + (right_before - share * before) * harmonic).sum() / count.sum()).item()
+    return float(1 - (right + (right_before - share * before) * harmonic).sum() / count.sum())
 
 
 def binned_accuracy(bins: Tensor, coverage: float) -> float:
@@ -233,7 +233,7 @@ def binned_accuracy(bins: Tensor, coverage: float) -> float:
     k = max(1, math.ceil(coverage * count.sum().item() - 1e-9))
     at = int(torch.searchsorted(count.cumsum(dim=0), k))
     before = count[:at].sum().item()
-    return (right[:at].sum().item() + (k - before) * (right[at] / count[at]).item()) / k
+    return float(right[:at].sum() + (k - before) * right[at] / count[at]) / k
 
 
 def selective_of(bins: Tensor) -> dict[str, float]:

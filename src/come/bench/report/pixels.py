@@ -90,7 +90,7 @@ def pictures(folder: RunFolder, records: Sequence[Record], judged: Judged) -> di
         for i in range(len(first["shown_image"])):
             same = {pair: rows for pair, rows in read.items() if _same(first, rows, i)}
             for shown in (first["shown_label"][i], *(one["shown_prediction"][i] for one in same.values())):
-                classes |= set(shown.unique().tolist()) - {-1}
+                classes |= set(shown.flatten().tolist()) - {-1}
             answers = [
                 (same[pair]["shown_prediction"][i], same[pair]["shown_doubt"][i]) if pair in same else None
                 for pair in chosen
