@@ -99,7 +99,7 @@ def load(
 
     Args:
         name: one of `EMBEDDED` or `EMBEDDED_SEGMENTERS`, "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME",
-            "open_clip:NAME" or "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
+            "open_clip:NAME" or "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:num_classes=200".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
         image_size: side of the images in place of the model's own; the share that is cropped stays the same.

@@ -1,7 +1,6 @@
 """Blur: defocus, glass, motion, zoom and gaussian.
 
-Every function takes float32 images (B, 3, H, W) in [0, 1], the parameters of one severity and the random numbers of the batch
-(unused where nothing is random), and returns images of the same shape.
+Functions of float32 images (B, 3, H, W) in [0, 1], the parameters of one severity, and the random numbers of the batch.
 """
 
 from __future__ import annotations

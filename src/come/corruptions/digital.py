@@ -1,7 +1,6 @@
 """Digital: contrast, elastic transform, pixelate, JPEG compression; and brightness and saturation in HSV.
 
-Functions take float32 images (B, 3, H, W) in [0, 1], which they may overwrite; ``pixelate`` and ``jpeg_compression`` take and
-return uint8 images. They return images of the same shape.
+Functions as in `blur`, which may overwrite the images; ``pixelate`` and ``jpeg_compression`` take and return uint8 images.
 """
 
 from __future__ import annotations

@@ -56,13 +56,9 @@ def _counter(count: int, device: torch.device) -> Tensor:
 
 
 class Draws:
-    """Random numbers of a batch of images, a pure function of (seed, index, name, severity).
+    """Random numbers of a batch of images, a pure function of (seed, index, name of the corruption, severity).
 
-    Args:
-        seed: any Python integer (64 bits of it are used).
-        index: int64 tensor of shape (B,), the identity of each image; numbers are made on its device.
-        name: name of the corruption.
-        severity: severity of the corruption.
+    64 bits of the seed are used. `index` (B,) int64 is the identity of each image; numbers are made on its device.
 
     Example:
         >>> draws = Draws(0, torch.tensor([3, 4]), "fog", 5)

@@ -1,7 +1,6 @@
 """Weather: snow, frost, fog and spatter (brightness, the fourth of the group, is with the other HSV maps).
 
-Every function takes float32 images (B, 3, H, W) in [0, 1], which it may overwrite, the parameters of one severity and the
-random numbers of the batch. It returns images of the same shape, not yet clipped to [0, 1].
+Functions as in `blur`, which may overwrite the images, and leave clipping to [0, 1] to the caller.
 """
 
 from __future__ import annotations

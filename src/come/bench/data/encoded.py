@@ -25,11 +25,8 @@ IN_DIGEST = 64  # images that the digest of a source includes, about: all of a l
 class EncodedSource(Source):
     """A source that knows all labels and where each encoded image is. A new kind writes `_open` and `_encoded`.
 
-    Args:
-        name: the specification.
-        rest: what follows "kind:" in it.
-        preprocess: crops images to squares.
-        on_bad_image: "raise" names an image that cannot be read; "skip" leaves it out and counts it.
+    `rest` is what follows "kind:" in the specification `name`. With "raise" an error names an image that cannot be read;
+    "skip" leaves it out and counts it.
     """
 
     targets: Tensor  # (N,) int64: the labels; -1 where there is none

@@ -15,9 +15,9 @@ IMAGE_ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tif
 # Without O_NONBLOCK, opening a pipe that replaced the file after the check would block.
 FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
-LONG = 2**20  # bytes of a long name, or of what else a header says of the next file
+LONGEST_HEADER = 2**20  # bytes of a long name in a tar archive, or of what else a header says of the next file
 READ_WHOLE = (b"L", b"K", b"x", b"g", b"X")
-"""Types of headers about the next file, such as a long name; `tarfile` reads them whole."""
+"""Types of tar headers about the next file, such as a long name; `tarfile` reads them whole."""
 
 
 def read_regular(path: str | Path, limit: int) -> bytes:
@@ -119,17 +119,17 @@ def _answer(check: Callable[[], bool]) -> bool:
         return False
 
 
-class Header(tarfile.TarInfo):
+class TarHeader(tarfile.TarInfo):
     """A header whose size is checked: a negative one would lead `tarfile` back, in an endless loop."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Header:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> TarHeader:
         """Read a block of 512 bytes; a damaged one is an error, where `tarfile` takes it for the end of the archive."""
         try:
             found = super().frombuf(buf, encoding, errors)
         except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
             raise tarfile.ReadError(str(error)) from error
-        if found.size < 0 or (found.type in READ_WHOLE and found.size > LONG):
+        if found.size < 0 or (found.type in READ_WHOLE and found.size > LONGEST_HEADER):
             raise tarfile.ReadError(f"a file in it has {found.size} bytes")
         return found
 
@@ -142,7 +142,7 @@ def files_of_archive(path: str | Path, limit: int) -> dict[str, bytes]:
     """
     require_regular(path)
     found, left = dict[str, bytes](), limit
-    with tarfile.open(path, "r:gz", tarinfo=Header) as archive:
+    with tarfile.open(path, "r:gz", tarinfo=TarHeader) as archive:
         for member in archive:
             left -= tarfile.BLOCKSIZE + abs(member.size)
             if left < 0 or member.size < 0:  # negative in a pax header

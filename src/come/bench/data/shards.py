@@ -14,7 +14,7 @@ from typing import Any
 
 from come.bench.data.encoded import EncodedSource, place_and_options
 from come.bench.data.preprocess import MAX_BYTES
-from come.bench.data.reading import IMAGE_ENDINGS, Header, as_input_error, require_regular
+from come.bench.data.reading import IMAGE_ENDINGS, TarHeader, as_input_error, require_regular
 from come.errors import ConfigError, InputError, one_line, pip_install, shown
 
 OPTIONS = ("image", "label", "classes")  # what may follow the shards, as KEY=VALUE
@@ -94,7 +94,7 @@ def _read(grouped: Callable[..., Any], shard: Path) -> Iterator[tuple[str, dict[
     repair = "give a tar file that is not compressed, or download it again"
     with as_input_error(f"cannot read the shard {shard}", repair):
         size, files = shard.stat().st_size, list[dict[str, Any]]()
-        with tarfile.open(shard, "r:", tarinfo=Header) as archive:
+        with tarfile.open(shard, "r:", tarinfo=TarHeader) as archive:
             for member in archive:
                 if member.size < 0:  # of a pax header; what it says of the next file is not read yet
                     raise ValueError(f"a file in it has {member.size} bytes")

@@ -18,13 +18,8 @@ from come.errors import ConfigError, require
 from come.seeds import derived_seed
 
 FORMAT = "come-stream-2"
-CONDITIONS = (
-    "fog",
-    "night",
-    "rain",
-    "snow",
-)  # weather of ACDC, in its order; `come.corruptions` makes fog and snow only
-OUTLIER = -1  # in `Stream.kinds`: a sample of the outlier source
+CONDITIONS = ("fog", "night", "rain", "snow")  # weather of ACDC, in its order; only its files hold night and rain
+OUTLIER = -1  # in `Stream.kinds`: a sample of the outlier source, which is never corrupted
 MAX_BYTES = 64 * 2**20  # of a stream file: enough for five million samples
 MAX_SHIFTS = 1000
 
@@ -42,15 +37,8 @@ Indices = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Strict(Fa
 class Stream(Description):
     """The order of the samples of a run and their corruptions, written down; can be saved as JSON (not a CUDA stream).
 
-    Args:
-        data: specification of the source, e.g. "fashion".
-        order: indices into the source, first to last; of an outlier, into the outlier source.
-        shifts: (corruption, severity) of each kind of sample in the stream; a corruption of None is a clean image.
-        then: a second (corruption, severity) for each kind; empty if there is none.
-        kinds: for each sample its place in `shifts`, or -1 for an outlier, which is never corrupted; empty if all are 0.
-        seed: of the corruption; image i is corrupted by (seed, i), wherever it is in the order.
-        domain: what the samples have in common, for tables.
-        outliers: specification of the outlier source, if there are outliers.
+    `shifts` has the (corruption, severity) of each kind of sample; a corruption of None is a clean image. `then` has a second
+    one for each kind, or is empty.
 
     Example:
         >>> stream = Stream.shuffled("fashion", 5, corruption="fog", severity=5, seed=1)
@@ -60,14 +48,14 @@ class Stream(Description):
         16
     """
 
-    data: Text
-    order: Indices
+    data: Text  # specification of the source, e.g. "fashion"
+    order: Indices  # into the source, first to last; of an outlier, into the outlier source
     shifts: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(_few)] = ((None, 5),)
     then: Annotated[tuple[Shift, ...], Strict(False), BeforeValidator(lambda then: then and _few(then))] = ()
-    kinds: Annotated[tuple[int, ...], Strict(False)] = ()
-    seed: Seed = 0
-    domain: Text = "clean"
-    outliers: Text | None = None
+    kinds: Annotated[tuple[int, ...], Strict(False)] = ()  # places in `shifts`, or OUTLIER; empty if all are 0
+    seed: Seed = 0  # of the corruption: image i is corrupted by (seed, i), wherever it is in the order
+    domain: Text = "clean"  # what the samples have in common, for tables
+    outliers: Text | None = None  # specification of the outlier source, if there are outliers
     format: Literal["come-stream-2"] = "come-stream-2"
 
     @model_validator(mode="after")

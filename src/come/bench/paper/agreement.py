@@ -32,23 +32,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A column of a table with the paper's numbers and ours.
+    """A column of a table with the paper's numbers and ours."""
 
-    Args:
-        table: name of the paper's table.
-        domain: the column, or "average" or "worst".
-        metric: "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt.
-        lines: one for each method and objective.
-        verdicts: for each method, whether COME changes our number.
-        alike: the same for the FPR with both scored by softmax, which the paper does not print.
-    """
-
-    table: str
-    domain: str
-    metric: str
-    lines: tuple[Line, ...]
-    verdicts: Mapping[str, Verdict]
-    alike: Mapping[str, Verdict] = field(default_factory=dict)
+    table: str  # name of the paper's table
+    domain: str  # the column, or "average" or "worst"
+    metric: str  # "accuracy", "fpr", "memory_mb" or "seconds"; percent, or relative to No Adapt
+    lines: tuple[Line, ...]  # one for each method and objective
+    verdicts: Mapping[str, Verdict]  # for each method, whether COME changes our number
+    alike: Mapping[str, Verdict] = field(default_factory=dict)  # with both by softmax, which the paper does not print
 
     def changes(self) -> list[tuple[str, float, float]]:
         """(method, gain of COME over EM in the paper, measured) where all numbers are known; of time and memory, COME - EM."""

@@ -33,13 +33,10 @@ class Experiment:
     model: str = "ViT-B/16"
 
     def plan(self, *, model: str | None = None, data: str = "fashion", full: bool = False, **options: Any) -> Plan:
-        """The plan for the user's model and data.
+        """The plan for the user's model and data; options are further fields of `Plan` and override the experiment's.
 
-        Args:
-            model: by default the paper's or, on `fashion`, the embedded one of its family.
-            data: a specification; see `come list data`.
-            full: use all corruptions and images of `fashion`, not one corruption of each group and 1,000 images for a CPU.
-            **options: further fields of `Plan`; they override those of the experiment.
+        The model is by default the paper's or, on `fashion`, the embedded one of its family. `full` uses all corruptions and
+        images of `fashion`, not one corruption of each group and 1,000 images for a CPU.
         """
         embedded = data.partition(":")[0] == "fashion"
         wanted = self.methods or tuple(dict.fromkeys(row.method for row in paper.get(self.tables[0]).rows))
