@@ -402,10 +402,10 @@ def scored(
         score, bad_answer = score_of(wanted.score, objective, logits), None
         counted = torch.ones_like(score, dtype=torch.bool) if used is None else used
         if wanted.risk is not None and y is not None:
-            y = y.to(logits.device)
+            y = _fitting(y, logits).to(logits.device)
             if wanted.ignore_index is not None:
                 counted = counted & (y != wanted.ignore_index)
-            bad_answer = logits.argmax(dim=-1) != _checked(torch.where(counted, y, 0) if score.ndim > 1 else y, logits)
+            bad_answer = logits.argmax(dim=-1) != _checked(torch.where(counted, y, 0), logits.shape[-1])
         if score.numel() > len(score):
             flat = None if bad_answer is None else bad_answer.flatten(1)
             scores.append(abstain_by_image.sampled(score.flatten(1), counted.flatten(1), flat, generator))
@@ -418,12 +418,17 @@ def scored(
     return torch.cat(scores), torch.cat(wrong) if wrong else None
 
 
-def _checked(y: Tensor, logits: Tensor) -> Tensor:
-    *shape, classes = logits.shape
-    if list(y.shape) != shape:
-        if len(shape) == 1:
+def _fitting(y: Tensor, logits: Tensor) -> Tensor:
+    """Labels (B, *P) with the shape of logits (B, *P, K)."""
+    shape = logits.shape[:-1]
+    if y.shape != shape:
+        if len(shape) == 1 and y.ndim == 1:
             raise InputError(f"y must have a label for each of the {shape[0]} samples of the batch, got {len(y)}")
         raise InputError(f"y must have a label for each position of the logits, {tuple(shape)}, got {tuple(y.shape)}")
+    return y
+
+
+def _checked(y: Tensor, classes: int) -> Tensor:
     low, high = int(y.min()), int(y.max())
     if low < -1 or high >= classes:
         raise InputError(

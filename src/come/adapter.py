@@ -133,8 +133,6 @@ class Adapter(LikeModel):
             self._check_open()
             self._follow()
             out = self._engine.answer(self._state, x)
-            if self._state.abstention is not None:
-                out = out._replace(abstain=self._abstains(out.logits, out.valid))
             return out if rows is None else own_rows(out, rows)
 
     def uncertainty(self, logits: Tensor) -> Tensor:
@@ -220,14 +218,10 @@ class Adapter(LikeModel):
 
     def abstains(self, logits: Tensor) -> Tensor:
         """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool, by the threshold that is in force now."""
-        return self._abstains(logits)
-
-    def _abstains(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         known = self._state.abstention
         if known is None:
             raise ConfigError("no threshold was chosen; calibrate() first")
-        logits = self._engine.classes_last(logits)
-        return abstains(known.promise, self._engine.objective, logits, known.threshold, valid)
+        return abstains(known.promise, self._engine.objective, self._engine.classes_last(logits), known.threshold)
 
     # ---- around a step ----
 

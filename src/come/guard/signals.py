@@ -1,8 +1,14 @@
-"""Six signals of a model's health that need no labels, and their usual ranges.
+"""What a batch shows, on the device: which samples are valid, and six signals of the model's health that need no labels.
 
-Each batch gives: the share of the most predicted class, entropy and uncertainty of the objective, the norm of the logits, the
-distance of the weights from the source, and the confidence (mean largest softmax probability). `Bands` learns the usual ranges
-of the first five. Leaving a band, or a change of confidence, only triggers a source check; `come.guard.verdict` decides.
+**Samples** are judged before the model sees them. One is invalid if it has an entry that is NaN, infinite, beyond
+`largest_input`, or 1000 times the usual magnitude: the median over the last nine batches, each by its own median, valid or not.
+So a brighter stream is accepted after five batches at the latest, and `largest_input` bounds a growing one. Only tensors with
+one entry per sample count; of several, one of zeros and very negative numbers is an additive mask, and is not judged.
+
+**Signals** of a batch are the share of the most predicted class, entropy and uncertainty of the objective, the norm of the
+logits, the distance of the weights from the source, and the confidence (mean largest softmax probability). `Bands` learns the
+usual ranges of the first five. Leaving a band, or a change of confidence, only triggers a source check;
+`come.guard.verdict` decides.
 """
 
 from __future__ import annotations

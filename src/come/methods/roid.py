@@ -108,17 +108,17 @@ class ROID(Method):
             view = self.normalization.inputs(ctx.drawn(lambda one, generator: augment(one[None], generator)[0], images))
             loss = loss + self.objective.consistency(ctx.forward(x.with_image(view)), logits, symmetric=True)
         used = weight > 0
-        ctx.descend((weight * loss).sum() / len(weight), go=used.any())
+        ctx.descend((weight * loss).sum() / _counted(ctx).sum().clamp_min(1), go=used.any())
         ctx.weights = ctx.leaf(torch.lerp(ctx.weights, ctx.source, 1 - self.momentum))
         return Step(self._corrected(logits.detach()), loss, used)
 
     def _weight(self, ctx: Context, probability: Tensor, entropy: Tensor) -> Tensor:
-        average = ctx.state["average"]
-        diversity = _unit(1 - F.cosine_similarity(average[None].to(probability), probability))
+        average, counted = ctx.state["average"], _counted(ctx)
+        diversity = _unit(1 - F.cosine_similarity(average[None].to(probability), probability), counted)
         mean = masked_mean(probability, ctx.valid).to(average)
         ctx.state["average"] = torch.where(ctx.valid.any(), torch.lerp(mean, average, self.average), average)
-        weight = (diversity * _unit(-entropy) / self.temperature).exp()
-        return torch.where(ctx.valid & (diversity >= diversity.mean()), weight, 0)
+        weight = (diversity * _unit(-entropy, counted) / self.temperature).exp()
+        return torch.where(ctx.valid & (diversity >= masked_mean(diversity, counted)), weight, 0)
 
     def _corrected(self, logits: Tensor) -> Tensor:
         if not self.prior_correction:
@@ -144,7 +144,13 @@ def soft_likelihood_ratio(mass: Tensor) -> Tensor:
     return -(p * (p / (1 - p) + 1e-5).log()).sum(dim=-1)
 
 
-def _unit(values: Tensor) -> Tensor:
-    """Scaled to [0, 1] over the batch; 0 where all are equal."""
-    low, high = values.aminmax()
+def _counted(ctx: Context) -> Tensor:
+    """The rows (N,) that weights are relative to: all samples of the batch; of positions those that are not ignored."""
+    return ctx.valid if ctx.positions else torch.ones_like(ctx.valid)
+
+
+def _unit(values: Tensor, counted: Tensor) -> Tensor:
+    """Scaled to [0, 1] over the rows in `counted`; 0 where all are equal."""
+    low, high = (torch.where(counted, values, limit) for limit in (torch.inf, -torch.inf))
+    low, high = low.amin(), high.amax()
     return (values - low) / (high - low).clamp_min(torch.finfo(values.dtype).tiny)

@@ -184,7 +184,7 @@ class Arguments:
             if key in samples and not isinstance(value, Tensor):
                 raise InputError(f"{_listed([names[key]])} must be a tensor (B, ...), got a {type(value).__name__}")
         if len({len(value) for value in x.per_sample()}) > 1:
-            lengths = ", ".join(f"{names[key]}: {len(value)}" for key, value in x.items() if key in samples)
+            lengths = ", ".join(f"{names[key]}: {len(value)}" for key, value in x.items() if key in x.samples)
             raise InputError(
                 f"arguments with one entry per sample must have the same length, got {lengths}; name only those in per_sample"
             )

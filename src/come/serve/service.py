@@ -377,6 +377,11 @@ class Service:
         names = [one.name for one in requests for _ in range(len(one.x))]
         x = self._input([one.x for one in requests])
         logits, _, _, valid, below = self._fleet.step(x, names) if step else self._fleet.answer(x, names)
+        if logits.ndim > 2:
+            raise InputError(
+                f"a service answers with one class per sample, got logits of shape {tuple(logits.shape)}; use come.Fleet for "
+                "logits with positions"
+            )
         good = answered(logits) if valid is None else answered(logits) & valid
         u = self._fleet.uncertainty(logits).nan_to_num(1.0)
         confidence = self._fleet.confidence(logits, names, valid)

@@ -222,9 +222,11 @@ class Engine:
         return later, out, events
 
     def answer(self, state: StreamState, x: Inputs) -> Step:
-        """Logits and which samples are valid, without adapting."""
+        """Logits, which samples are valid, and which answers to abstain from, without adapting."""
         run = Run(state.count, self.generator, [])
-        return self.model.borrow(self.transition.answer, self.flags(state), self.given(state, x.size), x, run)
+        size = x.size
+        out = self.model.borrow(self.transition.answer, self.flags(state), self.given(state, size), x, run)
+        return self.abstaining([state], out, size)[0]
 
     def begun(self, state: StreamState) -> tuple[StreamState, list[Event]]:
         """The state with which a step begins: forgotten if that is due, and with pending guard signals read."""
@@ -296,9 +298,9 @@ class Engine:
     def given(self, state: StreamState, size: int) -> StepInput:
         """The tensors that a step of one stream begins with."""
         watch, weights = state.watch, state.weights
-        key = (size, watch and watch.scale, self.method.lr, weights.dtype, weights.device)
+        key = (self.rate(state, size, self.method), weights.dtype, weights.device)
         if self._rate is None or self._rate[0] != key:
-            self._rate = key, weights.new_full((), self.rate(state, size, self.method))
+            self._rate = key, weights.new_full((), key[0])
         given = StepInput(weights, state.moments, state.state, self._rate[1])
         if watch is None or self.guard is None:
             return given
