@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import come
 from come.bench import Bench, Plan, RunFolder, models, protocols, run
+from come.bench.compare import compare_runs
 from come.bench.data import Stream, batches, open_source
 from come.bench.data.preprocess import WholeImage
 from come.bench.data.scenes import CLASSES, compose, embedded_photographs, silhouette
@@ -399,6 +400,21 @@ def test_the_command_says_what_would_run(monkeypatch, capsys, tmp_path):
     code, out, err = call(monkeypatch, capsys, "bench", *given)
     assert (code, err) == (0, "")
     assert "scenes-unet-bn on scenes" in out
+
+
+@pytest.mark.parametrize("given", [("--log", "csv:x"), ("--score", "belief")])
+def test_options_without_effect_are_refused(monkeypatch, capsys, tmp_path, given):
+    options = ("--task", "segmentation", "--out", str(tmp_path / "run"))
+    code, _, err = call(monkeypatch, capsys, "bench", *options, *given)
+    assert code == 2
+    assert "has no effect with --task segmentation" in " ".join(err.split())
+
+
+def test_two_runs_are_compared_by_miou_and_accuracy(ran):
+    _, folder, records = ran
+    found = compare_runs(folder, folder)
+    assert {name for change in found.changes for name in change.verdicts} == {"miou", "accuracy"}
+    assert not any(verdict.found for change in found.changes for verdict in change.verdicts.values())
 
 
 def test_no_checkpoint_for_embedded_segmenters():

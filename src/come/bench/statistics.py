@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from come.bench.cell import Cell
 from come.bench.folder import RunFolder
 from come.bench.record import PICTURES, Record, Rows
 from come.errors import unknown
@@ -39,6 +40,11 @@ score's. `fpr_softmax` has one score for both: the one that EM and the source ar
 changes.
 Records under a score that was asked for, see `RunFolder.rescored`, have the one FPR.
 """
+
+
+def metrics_of(cell: Cell) -> tuple[str, ...]:
+    """Those of `METRICS` that the verdicts of a cell are about."""
+    return tuple(name for name in METRICS if name == "accuracy" or (name == "miou") is cell.dense)
 
 
 def called(metric: str, score: str = "confidence") -> str:
