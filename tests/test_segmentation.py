@@ -402,7 +402,7 @@ def test_the_command_says_what_would_run(monkeypatch, capsys, tmp_path):
     assert "scenes-unet-bn on scenes" in out
 
 
-@pytest.mark.parametrize("given", [("--log", "csv:x"), ("--score", "belief")])
+@pytest.mark.parametrize("given", [("--log", "tensorboard:x"), ("--score", "belief")])
 def test_options_without_effect_are_refused(monkeypatch, capsys, tmp_path, given):
     options = ("--task", "segmentation", "--out", str(tmp_path / "run"))
     code, _, err = call(monkeypatch, capsys, "bench", *options, *given)
@@ -411,7 +411,7 @@ def test_options_without_effect_are_refused(monkeypatch, capsys, tmp_path, given
 
 
 def test_two_runs_are_compared_by_miou_and_accuracy(ran):
-    _, folder, records = ran
+    _, folder, _ = ran
     found = compare_runs(folder, folder)
     assert {name for change in found.changes for name in change.verdicts} == {"miou", "accuracy"}
     assert not any(verdict.found for change in found.changes for verdict in change.verdicts.values())

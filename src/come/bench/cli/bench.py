@@ -101,8 +101,8 @@ def bench(
     plan = Plan(**options) if protocol is None else protocol.plan_for(options)
     if plan.task == "segmentation" and (log is not None or score != "confidence"):
         raise ConfigError(
-            f"{'score' if log is None else 'log'} has no effect with --task segmentation, which records counts of pixels; leave "
-            "it out"
+            f"{'score' if log is None else 'log'} has no effect with --task segmentation, which records counts of pixels; "
+            "leave it out"
         )
     watched = Bench(
         plan,
