@@ -222,7 +222,7 @@ def _chunk(
                 indices = torch.cat([batch.indices for batch in part])
                 images = _corrupted(images, loading.stream, indices, torch.cat([batch.kinds for batch in part]))
             sizes = [len(batch.labels) for batch in part]
-            split = zip(part, images.split(sizes), labels.split(sizes), strict=True)
+            split = zip(part, torch.split(images, sizes), torch.split(labels, sizes), strict=True)
             made += [replace(batch, images=x, labels=y) for batch, x, y in split]
         return made, None if side is None else side.record_event()
 
