@@ -11,6 +11,8 @@ Adapts the affine parameters of normalization layers, with BatchNorm on batch st
 `beta=0`, which is the ETA of the paper); one forward and one backward per batch. H is the objective's entropy in the filter,
 the weight and the loss; the redundancy filter uses softmax probabilities whatever the objective, as published.
 
+Where the answer has positions (pixels), these are the samples i; one step is taken for all images of a batch.
+
 Deviations from the published code: `reset()` also clears the average of probabilities, which survives there.
 """
 
@@ -29,6 +31,7 @@ from come.errors import ConfigError, InputError, require
 from come.method import Context, Method, Step, masked_mean, register
 from come.model.batchnorm import BatchStatistics
 from come.model.inputs import Input, Inputs, at_least_float32
+from come.model.positions import in_parts
 
 
 @register
@@ -81,11 +84,16 @@ class EATA(Method):
         logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
-        probability = at_least_float32(logits.detach()).softmax(dim=1)
         average, averaged = ctx.state["average"], ctx.state["averaged"]
 
-        redundant = averaged & (F.cosine_similarity(average[None], probability).abs() >= self.redundancy)
-        used = ctx.valid & (entropy < margin) & ~redundant
+        def of_rows(logits: Tensor, reliable: Tensor) -> tuple[Tensor, Tensor]:
+            """Which rows (N,) are used, and the sum of their probabilities (K,)."""
+            probability = at_least_float32(logits).softmax(dim=1)
+            redundant = averaged & (F.cosine_similarity(average[None], probability).abs() >= self.redundancy)
+            used = reliable & ~redundant
+            return used, torch.where(used[:, None], probability, 0).sum(dim=0)
+
+        used, total = in_parts(of_rows, logits.detach(), ctx.valid & (entropy < margin))
         weight = (margin - entropy.detach()).exp()
         some = used.any()
         again = ctx.again(x, used, logits)
@@ -94,7 +102,7 @@ class EATA(Method):
             loss = loss + self.beta * (ctx.fixed["fisher"] * (ctx.weights - ctx.source).square()).sum()
         ctx.descend(loss, go=some)
 
-        new = masked_mean(probability, used).to(average)
+        new = (total / used.sum().clamp_min(1)).to(average)
         kept = torch.where(averaged, 0.9 * average + 0.1 * new, new)
         ctx.state["average"] = torch.where(some, kept, average)
         ctx.state["averaged"] = averaged | some

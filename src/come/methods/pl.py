@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.nn import functional as F
 
 from come.errors import require
 from come.method import Context, Method, Step, masked_mean, register
 from come.model.inputs import Inputs, at_least_float32
+from come.model.positions import by_rows
 
 
 @register
@@ -53,8 +55,13 @@ class PL(Method):
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, then one step down the cross-entropy with the confident predictions."""
         logits = ctx.forward(x)
-        log_p = at_least_float32(logits).log_softmax(dim=1)
-        used = ctx.valid & (log_p.detach().exp().amax(dim=1) > self.threshold)
-        loss = F.nll_loss(log_p, log_p.argmax(dim=1), reduction="none")
+        loss = by_rows(_own_label, logits)
+        used = ctx.valid & ((-loss.detach()).exp() > self.threshold)
         ctx.descend(masked_mean(loss, used), go=used.any())
         return Step(logits, loss, used)
+
+
+def _own_label(logits: Tensor) -> Tensor:
+    """Cross-entropy (N,) of logits (N, K) with their own largest."""
+    log_p = at_least_float32(logits).log_softmax(dim=1)
+    return F.nll_loss(log_p, log_p.argmax(dim=1), reduction="none")
