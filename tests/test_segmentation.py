@@ -234,6 +234,16 @@ def test_rounds_without_a_reset(tmp_path):
     assert record.result.samples == 12
 
 
+def test_cells_as_streams_of_a_fleet_give_the_same_numbers(ran, tmp_path):
+    plan, _, records = ran
+    alone = {r.cell.key: r.result.metrics for r in records}
+    together = Bench(plan.but(methods=("tent",), objectives=("em",)), together=2).run(RunFolder(tmp_path))
+    assert len(together) == 2
+    for record in together:
+        for domain, found in record.result.metrics.items():
+            assert found == pytest.approx(alone[record.cell.key][domain], abs=1e-5)
+
+
 # ---- what is refused ----
 
 
