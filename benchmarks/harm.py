@@ -48,6 +48,9 @@ METHODS = {
     **{f"{m} + {o}": {"method": m, "objective": o} for m in ("tent", "eata", "sar") for o in OBJECTIVES},
     "zerosiam": {"method": "zerosiam", "objective": "em"},
     "norm": {"method": "norm"},
+    "neo": {"method": "neo"},
+    "neo, no prior": {"method": "neo", "prior": 0},
+    **{f"{m} + {o}": {"method": m, "objective": o} for m in ("adadem", "asr") for o in ("em", "come")},
 }
 
 

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from come.bench.data import opening
-from come.serve.states import key_of, part_of
+from come.serve.tenants import key_of, part_of
 from come.state import saving
 
 SIDE = 32

@@ -16,6 +16,7 @@ from come.model.locks import untracked
 ALL = tuple(testing.NORMS)
 NO_BATCH_NORM = tuple(norm for norm in ALL if norm != "batch")
 DOES_NOT_APPLY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
+    ("neo", "does_what_it_declares"): ("the guard rejects its answers on this random network", ("group",)),
     ("norm", "does_what_it_declares"): ("a model without BatchNorm has nothing that it changes", NO_BATCH_NORM),
     **{
         (method, "an_export_predicts"): ("its answers are more than weights: `Method.unexported`", ALL)
@@ -24,8 +25,8 @@ DOES_NOT_APPLY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     **{
         (method, "an_unreliable_batch_moves_nothing"): (reason, ALL)
         for methods, reason in {
-            ("source", "norm", "lame", "t3a"): "no weight ever moves",
-            ("tent", "steady", "zerosiam", "tea", "cotta", "memo", "foa"): "every valid sample is used",
+            ("source", "norm", "lame", "t3a", "neo"): "no weight ever moves",
+            ("tent", "steady", "adadem", "zerosiam", "tea", "cotta", "memo", "foa"): "every valid sample is used",
             ("rotta",): "steps are taken on a memory of samples",
             ("roid",): "samples are weighed against each other",
         }.items()

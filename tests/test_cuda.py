@@ -25,7 +25,7 @@ RANDOM = {name for name in come.methods.names() if "seed" in come.methods.get(na
 # What a step has to know before it can go on, or does on the CPU.
 WAITS = {name: come.methods.get(name).waits for name in come.methods.names() if come.methods.get(name).waits}
 # These count the samples that are used, to run the model on those alone; not in a compiled step.
-COUNTS = {"eata", "rdumb", "sar", "deyo"}
+COUNTS = {"eata", "rdumb", "asr", "sar", "deyo"}
 
 
 @pytest.fixture

@@ -67,10 +67,11 @@ ARGUMENTS = {
     "rotta": {"capacity": 8, "every": 4, "augment": still},
     "roid": {"prior_correction": False, "augment": still},
     "pl": {"threshold": 0.3},
+    "adadem": {},
     "norm": {},
     "source": {},
 }
-VECTORS_ONLY = {name: {} for name in ("t3a", "lame", "memo", "tea", "deyo", "zerosiam")}
+VECTORS_ONLY = {name: {} for name in ("t3a", "lame", "memo", "tea", "deyo", "zerosiam", "asr", "neo")}
 VECTORS_ONLY |= {"steady:prior_correction=true": {}, "roid": {}}
 
 

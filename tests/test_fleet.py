@@ -749,7 +749,7 @@ def test_streams_on_disk_follow_the_model(tmp_path):
     """After model.double() they were refused, as of another model."""
     (tmp_path / "other").mkdir()
     (fleet, x), (alone, _) = on_disk(tmp_path), on_disk(tmp_path / "other")
-    alone._residency.resident = None
+    alone._store.resident = None
     for name in "ab":
         fleet.step(x, name), alone.step(x, name)
     for one in (fleet, alone):

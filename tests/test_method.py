@@ -59,6 +59,10 @@ def assert_has(model, before):
             lambda m: come.adapt(m, "tent", optimizer=come.optim.sgd(momentum=1.0)),
             r"momentum must be in \[0, 1\), got 1\.0",
         ),
+        (
+            lambda m: come.adapt(m, "tent", optimizer=come.optim.sgd(momentum=0.0, nesterov=True)),
+            r"momentum must be above 0 with nesterov=True, got 0\.0",
+        ),
         (lambda m: come.adapt(m, "eata"), "eata needs source batches for its Fisher matrix"),
         (lambda m: come.adapt(m, "eata", source=[]), "got no batch"),
         (
@@ -554,6 +558,10 @@ def test_hyperparameters_are_the_constructor():
             come.optim.sgd(momentum=0.5, weight_decay=0.1),
             lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=0.5, weight_decay=0.1),
         ),
+        (
+            come.optim.sgd(momentum=0.5, weight_decay=0.1, nesterov=True),
+            lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=0.5, weight_decay=0.1, nesterov=True),
+        ),
         ("adam", lambda ps, lr: torch.optim.Adam(ps, lr=lr)),
         (
             come.optim.adam(betas=(0.5, 0.9), weight_decay=0.1),
@@ -568,7 +576,7 @@ def test_our_optimizers_are_torchs(ours, theirs):
     torch.testing.assert_close(*(adapter.adapted_parameters for adapter in adapters))
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", rms_prop])
+@pytest.mark.parametrize("optimizer", ["sgd", come.optim.sgd(nesterov=True), "adam", rms_prop])
 def test_an_optimizer_stands_still_where_no_sample_is_used(optimizer):
     model, unsure = tiny(), []
     model.head.register_forward_hook(lambda _, __, out: out * 0 if unsure else None)
@@ -583,7 +591,7 @@ def test_an_optimizer_stands_still_where_no_sample_is_used(optimizer):
             assert torch.equal(before[name], after[name])
 
 
-@pytest.mark.parametrize("optimizer", ["adam", rms_prop])
+@pytest.mark.parametrize("optimizer", [come.optim.sgd(nesterov=True), "adam", rms_prop])
 def test_other_optimizers_resume_and_reset(optimizer):
     testing.check_method(
         lambda model: come.adapt(model, Tent(lr=1e-2, optimizer=optimizer)),

@@ -14,7 +14,7 @@ import come
 from come.metrics.scores import score_of
 from come.serve import Mode, RequestError, Service
 from come.serve.modes import Signal
-from come.serve.states import States, key_of, part_of
+from come.serve.tenants import States, key_of, part_of
 from come.state import saving
 from come.testing import NORMS, TinyClassifier, batches
 

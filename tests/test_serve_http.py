@@ -25,8 +25,7 @@ from come.errors import pip_install
 from come.methods import DEFAULT
 from come.serve import Service, http
 from come.serve.http import create
-from come.serve.states import key_of
-from come.state import saving
+from come.serve.tenants import States, key_of
 from come.testing import NORMS, TinyClassifier, batches
 
 ROOT = Path(__file__).parents[1]
@@ -227,10 +226,10 @@ def test_json_is_limited_far_below_raw_bytes_and_parsed_one_at_a_time(monkeypatc
 
 
 def test_a_full_disk_is_told_to_come_back(tmp_path, monkeypatch):
-    def full(path, data):
+    def full(states, name, data):
         raise come.StateError("no space left")
 
-    monkeypatch.setattr(saving, "put", full)
+    monkeypatch.setattr(States, "write", full)
     service = Service(MODEL, shape=(3, 8, 8), lr=0.01, state=tmp_path, write_every=0)
     with TestClient(create(service)) as client:
         found = post(client, "a", X[0])

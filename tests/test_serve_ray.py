@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import come
-from come.serve.states import key_of, part_of
+from come.serve.tenants import key_of, part_of
 from come.testing import NORMS, TinyClassifier, batches
 
 if any(importlib.util.find_spec(name) is None for name in ("ray", "aiohttp", "watchfiles")):  # what ray[serve] brings

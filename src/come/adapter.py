@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from come import export as exporting
 from come import methods
 from come.abstain import DEFAULT_SCORE, Abstention, Promise, Wanted, abstains, confidences
-from come.errors import ClosedError, ConfigError, require
+from come.errors import ConfigError, require
 from come.guard.config import Event, Guard
 from come.method import Frozen, Method, Step, Written, undo
 from come.model.copies import Precision
@@ -28,16 +27,16 @@ from come.model.ranks import Ranks
 from come.objectives import Objective
 from come.state import saving
 from come.step.engine import Engine, own_rows
+from come.step.lifecycle import Lifecycle
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
 Callback = Callable[["Adapter", Step], None]
 """Called with the adapter and what a step returned, after each step."""
 
 
-class Adapter(LikeModel):
+class Adapter(Lifecycle, LikeModel):
     """A classifier that adapts while it predicts. `come.adapt` makes one; it is called in place of the model.
 
     The model is not changed: adapted weights live in the adapter, in float32 or better, and replace the model's own only while
@@ -48,7 +47,6 @@ class Adapter(LikeModel):
         self._engine = engine
         self.callbacks: list[Callback] = []
         """Called after each step, e.g. `come.callbacks.Snapshots`. What they raise is logged and counted, and stops nothing."""
-        self._closed = False
         self._to_undo: list[Written] = []
         with untracked():
             self._state = engine.first()
@@ -134,10 +132,6 @@ class Adapter(LikeModel):
             self._follow()
             out = self._engine.answer(self._state, x)
             return out if rows is None else own_rows(out, rows)
-
-    def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each answer, (B, K, *P) -> (B, *P) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(self._engine.classes_last(logits))
 
     def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
         """How sure each answer is, (B, K, *P) -> (B, *P), by the score of the threshold; see `come.abstain.confidences`.
@@ -233,10 +227,6 @@ class Adapter(LikeModel):
             self._follow()
             return self._engine.batch(args, kwargs, self._state, self._check_open)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"this {self.method.name} adapter is closed; adapt() the model again")
-
     def _follow(self) -> None:
         """Bring everything to where the user has moved the model; first undo what an interrupted step has written."""
         if self._to_undo:
@@ -318,18 +308,7 @@ class Adapter(LikeModel):
             model.check_unchanged()
             with untracked():
                 model.overwrite(self._state.weights)
-        self._engine.compiled.forget()
-        self._closed = True
-
-    def __enter__(self) -> Self:
-        """Enter a `with` block; at its end the adapter is closed."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
+        self._end()
 
     @exclusive
     def __getstate__(self) -> dict[str, Any]:

@@ -99,6 +99,10 @@ def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) 
         name, weight = frozen.head
         linear: Any = model.get_submodule(name)
         linear.weight, linear.bias = nn.Parameter(weight.to(linear.weight), requires_grad=False), None
+    if frozen.bias is not None:
+        name, bias = frozen.bias
+        linear = model.get_submodule(name)
+        linear.bias = nn.Parameter(bias.to(linear.weight), requires_grad=False)
     for number, path in enumerate(borrowed.norms):
         norm: Any = model.get_submodule(path)
         if number in frozen.statistics:

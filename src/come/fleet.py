@@ -2,8 +2,8 @@
 
 Two adapted copies of a model differ only in the affine parameters of its norm layers, 0.05% of a ViT. So a fleet keeps one
 model and a `StreamState` for each stream. A batch may hold samples of many streams. Streams with the same number of samples and
-the same flags form a group, which is one step (`come.streams.vmap`). Groups run at the same time and share one call of the
-model (`come.streams.rendezvous`).
+the same flags form a group, which is one step (`come.streams.transition`). Groups run at the same time and share one call of
+the model (`come.streams.rendezvous`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from come.abstain import DEFAULT_SCORE, Promise, Wanted, abstains, confidences
-from come.errors import ClosedError, ConfigError, InputError, StateError, shown
+from come.errors import ConfigError, InputError, StateError, shown
 from come.guard.config import Event, Guard
 from come.method import Method, Step
 from come.methods import DEFAULT
@@ -27,20 +26,18 @@ from come.model.copies import Precision
 from come.model.inputs import at_least_float32
 from come.model.locks import exclusive, untracked
 from come.objectives import Objective
-from come.state import saving
+from come.state import files, saving
 from come.state.trees import replace
 from come.step.engine import Engine
+from come.step.lifecycle import Lifecycle
 from come.step.transition import StreamState
 from come.streams.groups import Groups, StreamRows
-from come.streams.names import Name, checked_name, checked_names, file_name, names_of_samples, read_index, write_folder
-from come.streams.store import Residency, Stream
-from come.streams.vmap import index
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from come.streams.names import Name, checked_name, checked_names, file_name, read_index, rows_by_stream, write_index
+from come.streams.store import OpenStream, StreamStore
+from come.streams.transition import index
 
 
-class Fleet:
+class Fleet(Lifecycle):
     r"""One model and many streams: cameras, customers, users, or cells of a grid. Each adapts by itself.
 
     Stream s has its own adapted parameters, moments, memory and guard. A batch goes through the model once, each sample under
@@ -117,15 +114,13 @@ class Fleet:
             **hyperparameters,
         )
         self._groups = Groups(self._engine)
-        self._residency = Residency(self._engine, resident, None if folder is None else Path(folder))
-        self._streams: dict[str, Stream] = {}
+        self._store = StreamStore(self._engine, resident, None if folder is None else Path(folder))
+        self._streams: dict[str, OpenStream] = {}
         """Least recently used first. Never changed: whatever changes streams puts another dict here when all has succeeded."""
-        source = self._engine.transition.source
-        self._at = (source.device, source.dtype)
-        """Where the states of resident streams are."""
-        self._closed = False
+        self._at = self._engine.transition.source
+        """Where, and in which precision, the states of resident streams are."""
         self._warned: set[str] = set()
-        self._residency.check_room(len(names), {})
+        self._store.check_room(len(names), {})
         for name in names:
             self.open(name)
 
@@ -154,14 +149,14 @@ class Fleet:
         """
         engine = self._engine
         inputs = engine.model.read((x,))
-        rows = self._ready(streams, inputs.size)
-        first = any(self._state(name).state is None for name in rows)
-        engine.method.check(engine.context(engine.first(), inputs.size), inputs.for_model(), first)
-        parts, events = [], list[tuple[str, Event]]()
-        for name, mine in rows.items():
-            state, said = engine.begun(self._state(name))
-            parts.append(StreamRows(name, mine, state, self._streams[name].method))
-            events += [(name, event) for event in said]
+        parts, events = self._parts(streams, inputs.size), list[tuple[str, Event]]()
+        if type(engine.method).check is not Method.check:  # most take any batch
+            first = any(part.state.state is None for part in parts)
+            engine.method.check(engine.context(engine.first(), inputs.size), inputs.for_model(), first)
+        for i, part in enumerate(parts):
+            state, said = engine.begun(part.state)
+            parts[i] = part._replace(state=state)
+            events += [(part.name, event) for event in said]
         before = self._streams
         try:
             states, out = self._groups.step(inputs, parts)
@@ -181,24 +176,19 @@ class Fleet:
     def answer(self, x: Any, streams: Any) -> Step:
         """What `step` returns, without adapting: logits, and of each sample whether it is valid, and whether to abstain."""
         inputs = self._engine.model.read((x,))
-        rows = self._ready(streams, inputs.size)
-        parts = [StreamRows(name, mine, self._state(name), self._streams[name].method) for name, mine in rows.items()]
+        parts = self._parts(streams, inputs.size)
         out = self._groups.answer(inputs, parts)
-        calibrated = {part.name: part.rows for part in parts if part.state.abstention is not None}
+        calibrated = [part for part in parts if part.state.abstention is not None]
         return out._replace(abstain=self._abstains(out.logits, calibrated)) if calibrated else out
-
-    def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each answer, (B, K, *P) -> (B, *P) in [0, 1]; to abstain, `calibrate` a threshold."""
-        return self._engine.objective.uncertainty(self._engine.classes_last(logits))
 
     @exclusive
     def confidence(self, logits: Tensor, streams: Any, valid: Tensor | None = None) -> Tensor:
         """How sure each answer is, as `Adapter.confidence`; `streams` as in `step`."""
         by_score: dict[str, list[int]] = {}
         with untracked():
-            for name, rows in self._ready(streams, len(logits)).items():
-                known = self._state(name).abstention
-                by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(rows)
+            for part in self._parts(streams, len(logits)):
+                known = part.state.abstention
+                by_score.setdefault(DEFAULT_SCORE if known is None else known.promise.score, []).extend(part.rows)
             logits = self._engine.classes_last(logits)
             found = at_least_float32(logits).new_zeros(logits.shape[:-1])
             for score, rows in by_score.items():
@@ -242,15 +232,15 @@ class Fleet:
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
         """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool; `streams` as in `step`."""
         with untracked():
-            return self._abstains(logits, self._ready(streams, len(logits)))
+            return self._abstains(logits, self._parts(streams, len(logits)))
 
-    def _abstains(self, logits: Tensor, rows: dict[str, list[int]]) -> Tensor:
+    def _abstains(self, logits: Tensor, parts: list[StreamRows]) -> Tensor:
         logits = self._engine.classes_last(logits)
         found = torch.zeros(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        for name, mine in rows.items():
-            at, known = index(mine, logits.device), self._state(name).abstention
-            if known is None:
+        for part in parts:
+            if (known := part.state.abstention) is None:
                 raise ConfigError("no threshold was chosen; calibrate() first")
+            at = index(part.rows, logits.device)
             found[at] = abstains(known.promise, self._engine.objective, logits[at], known.threshold)
         return found
 
@@ -262,12 +252,9 @@ class Fleet:
             failed = self._engine.report([event._replace(message=f"stream {name}: {event.message}", details=details)])
             self._warned.add(event.kind)
             stream = self._streams.get(name)
-            if (
-                failed
-                and stream is not None
-                and isinstance(stream.state, StreamState)
-                and stream.state.watch is not None
-            ):
+            if not failed or stream is None or not isinstance(stream.state, StreamState):
+                continue
+            if stream.state.watch is not None:
                 state = stream.state._replace(watch=stream.state.watch.counted(failed))
                 self._streams = self._streams | {name: replace(stream, state=state)}
 
@@ -301,10 +288,10 @@ class Fleet:
                 raise ConfigError(f"stream {name!r} is open already; close() it first, or reset() it")
             self._follow()
             stream = self._new(own)
-            self._residency.check_room(len(self._streams) + 1, self._streams)
-            self._streams = self._residency.evicted(self._streams | {name: stream}, keep={name})
+            self._store.check_room(len(self._streams) + 1, self._streams)
+            self._streams = self._store.evicted(self._streams | {name: stream}, keep={name})
 
-    def _new(self, own: dict[str, float]) -> Stream:
+    def _new(self, own: dict[str, float]) -> OpenStream:
         method = self._engine.method
         known = ("lr", *method.by_stream, *(["seed"] if hasattr(method, "seed") else []))
         for key in own:
@@ -313,16 +300,16 @@ class Fleet:
                     f"{key!r} of {method.name} cannot differ by stream; what can: {', '.join(known)}. Give it to Fleet()"
                 )
         mine = dataclasses.replace(method, **cast(Any, own)) if own else method
-        return Stream(mine, dict(own), self._engine.first())
+        return OpenStream(mine, dict(own), self._engine.first())
 
     @exclusive
     def close(self, name: Name | None = None) -> None:
         """Forget a stream; without a name end the fleet. The model is as it was handed in."""
         if name is None:
             self._engine.model.give_back()
-            self._engine.compiled.forget()
-            self._closed, self._streams = True, {}
-            self._residency.close()
+            self._end()
+            self._streams = {}
+            self._store.close()
             return
         gone = self._known(name)
         self._streams = {one: stream for one, stream in self._streams.items() if one != gone}
@@ -335,23 +322,13 @@ class Fleet:
             self._follow()
             names = self._streams if name is None else [self._known(name)]
             anew = {one: replace(self._streams[one], state=self._anew(self._streams[one])) for one in names}
-            self._streams = self._residency.evicted(self._streams | anew)
+            self._streams = self._store.evicted(self._streams | anew)
 
-    def _anew(self, stream: Stream) -> StreamState:
+    def _anew(self, stream: OpenStream) -> StreamState:
         try:
-            return self._engine.reset(self._residency.state_of(stream))
+            return self._engine.reset(self._store.state_of(stream))
         except StateError:  # what it was is lost
             return self._engine.first()
-
-    def __enter__(self) -> Self:
-        """Enter a `with` block; at its end the fleet is closed."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
 
     # ---- what can be seen ----
 
@@ -386,11 +363,11 @@ class Fleet:
     @untracked()
     def _look(self, name: Name) -> StreamState:
         """The state of a stream where the model is; the stream stays where it is."""
-        return self._residency.state_of(self._streams[self._known(name)])
+        return self._store.state_of(self._streams[self._known(name)])
 
     def __repr__(self) -> str:
         """The adapter, and how many streams."""
-        resident = self._residency.resident
+        resident = self._store.resident
         where = "" if resident is None else f", {resident} resident"
         return f"Fleet({len(self._streams)} streams{where}, each {self._engine!r})"
 
@@ -399,12 +376,17 @@ class Fleet:
     @exclusive
     def save(self, path: str | PathLike[str], name: Name | None = None) -> None:
         """Write the state of a stream to a file that `Adapter.load` reads too; without a name, of all into a folder."""
-        with untracked():
-            if name is not None:
-                self._write(self._known(name), Path(path))
-                return
-            own = {one: stream.own for one, stream in self._streams.items()}
-            write_folder(Path(path), own, lambda one, file: self._write(one, file))
+        if name is not None:
+            files.write(Path(path), self.packed(name))
+            return
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise files.unwritable(folder, error) from error
+        for one in self._streams:
+            files.write(folder / file_name(one), self.packed(one))
+        write_index(folder, {one: stream.own for one, stream in self._streams.items()})
 
     @exclusive
     def packed(self, name: Name, note: str = "") -> bytes:
@@ -434,27 +416,13 @@ class Fleet:
                 for one, own in read_index(Path(path)).items():
                     found[one] = self._read(self._new(own), Path(path) / file_name(one))
             others = {one: stream for one, stream in self._streams.items() if one not in found}
-            self._streams = self._residency.evicted(others | found)
+            self._streams = self._store.evicted(others | found)
 
-    def _write(self, name: str, path: Path) -> None:
-        stream = self._streams[name]
-        saving.save(self._engine, lambda: self._residency.state_of(stream), path, stream.method)
-
-    def _read(self, stream: Stream, path: Path) -> Stream:
+    def _read(self, stream: OpenStream, path: Path) -> OpenStream:
         saved = saving.read(path, self._engine.method.name)
         return replace(stream, state=saving.restored(self._engine, saved, stream.method))
 
     # ---- inside ----
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"this {self._engine.method.name} adapter is closed; adapt() the model again")
-
-    def _state(self, name: str) -> StreamState:
-        """Of a stream that was fetched."""
-        state = self._streams[name].state
-        assert isinstance(state, StreamState)
-        return state
 
     def _known(self, name: Name) -> str:
         name = checked_name(name)
@@ -465,34 +433,31 @@ class Fleet:
             )
         return name
 
-    def _rows(self, streams: Any, size: int) -> dict[str, list[int]]:
-        """The rows of the batch by stream, in the order in which streams occur."""
-        names = names_of_samples(streams, size)
-        rows: dict[str, list[int]] = {}
-        for i, name in enumerate(names):
-            rows.setdefault(self._known(name), []).append(i)
-        resident = self._residency.resident
+    def _parts(self, streams: Any, size: int) -> list[StreamRows]:
+        """The streams of a batch in the order in which they occur, with their states where the model is."""
+        self._check_open()
+        rows, resident = rows_by_stream(streams, size), self._store.resident
+        for name in rows:
+            if name not in self._streams:
+                self._known(name)  # raises
         if resident is not None and len(rows) > resident:
             raise InputError(
                 f"the batch holds samples of {len(rows)} streams, and resident={resident} fit on the device; give "
                 "smaller batches, or a larger resident"
             )
-        return rows
-
-    def _ready(self, streams: Any, size: int) -> dict[str, list[int]]:
-        """For a batch: its rows by stream, with the state of each where the model is."""
-        self._check_open()
-        rows = self._rows(streams, size)
         self._follow()
         with untracked():
-            self._streams = self._residency.fetched(self._streams, list(rows))
-        return rows
+            here = self._streams = self._store.fetched(self._streams, list(rows))
+        return [
+            StreamRows(name, mine, cast(StreamState, here[name].state), here[name].method)
+            for name, mine in rows.items()
+        ]
 
     def _follow(self) -> None:
         """After the user has moved or cast the model, bring all resident streams along."""
         with untracked():
             self._engine.follow(copies=True)
             source = self._engine.transition.source
-            if self._at != (source.device, source.dtype):
-                self._streams = self._residency.moved(self._streams, self._at[0])
-                self._at = (source.device, source.dtype)
+            if self._at is not source:
+                self._streams = self._store.moved(self._streams, self._at.device)
+                self._at = source

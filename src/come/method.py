@@ -56,6 +56,8 @@ class Frozen(NamedTuple):
     """Mean and variance (C,) by the number of the BatchNorm layer, if the method has its own."""
     head: tuple[str, Tensor] | None = None
     """Name and new weights (K, d) of the linear layer that gives the logits; it gets no bias."""
+    bias: tuple[str, Tensor] | None = None
+    """Name and new bias (K,) of the linear layer that gives the logits; it keeps its weights."""
 
 
 def masked_mean(values: Tensor, used: Tensor) -> Tensor:
@@ -215,10 +217,10 @@ class Context(Located):
         if not self.separate:
             return self.forward(x, weights, **how)
         rows = anywhere(mask, self.positions).nonzero()[:, 0]
-        if len(rows) == x.size:
-            return self.forward(x, weights, **how)
         if not len(rows):
             rows = torch.zeros(1, dtype=torch.int64, device=mask.device)  # so that there is a gradient, of zero
+        if len(rows) == x.size:
+            return self.forward(x, weights, **how)
         part = self.forward(x.take(rows), weights, **how)
         if self.positions:
             rows = torch.arange(len(mask), device=mask.device).view(x.size, -1)[rows].flatten()

@@ -42,9 +42,12 @@ class Rule(Protocol):
 class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
     r"""Stochastic gradient descent, :math:`v \leftarrow \mu v + g,\; \theta \leftarrow \theta - \eta v`.
 
+    With Nesterov momentum, :math:`\theta \leftarrow \theta - \eta (g + \mu v)`, as in torch.
+
     Args:
         momentum: mu, in [0, 1).
         weight_decay: added to the gradient times the parameter, >= 0.
+        nesterov: look ahead along the momentum, which must be above 0.
 
     Example:
         >>> rule = sgd(momentum=0.9)
@@ -55,12 +58,14 @@ class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
 
     momentum: float = 0.9
     weight_decay: float = 0.0
+    nesterov: bool = False
     not_negative: ClassVar[tuple[str, ...]] = ()
     """Moments that are never negative."""
 
     def __post_init__(self) -> None:
         require(0 <= self.momentum < 1, "momentum", self.momentum, "in [0, 1)")
         require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
+        require(not self.nesterov or self.momentum > 0, "momentum", self.momentum, "above 0 with nesterov=True")
 
     def init(self, weights: Tensor) -> Moments:
         """A velocity of zero: the first step is then the plain gradient, as in torch."""
@@ -71,8 +76,9 @@ class sgd:  # noqa: N801 - reads as the value it is: optimizer=sgd(momentum=0.9)
         if self.weight_decay:
             gradient = gradient + self.weight_decay * weights
         if self.momentum:
-            gradient = self.momentum * moments["momentum"] + gradient
-            moments = {"momentum": gradient}
+            velocity = self.momentum * moments["momentum"] + gradient
+            gradient = gradient + self.momentum * velocity if self.nesterov else velocity
+            moments = {"momentum": velocity}
         return weights - lr * gradient, moments
 
 

@@ -560,3 +560,148 @@ def test_zerosiam(case, monkeypatch):
     torch.testing.assert_close(found, both, rtol=0, atol=allowed)
     case.close("final_predictor", method.state["predictor"])
     check_final(method, case)
+
+
+@pytest.mark.recorded("neo")
+def test_neo(case):
+    """Centred in logits here and in features there: the recorded mean of the features must give the same shift."""
+    h, model = case.hyper, case.model()
+    method = adapt(model, "neo", prior=0, rate=h.get("alpha"))
+    weight = model.get_classifier().weight.detach().double()
+    logits, features, shifts, seen = [], [], [], []
+    for t in range(h["T"]):
+        x = case.batch(t)[: h.get("batch_sizes", [8] * h["T"])[t]]
+        logits.append(method(x))
+        features.append(model.eval().forward_head(model.forward_features(x), pre_logits=True).detach())
+        shifts.append(method.state["shift"].double())
+        seen.append(method.state["seen"].long())
+    join = torch.cat if "batch_sizes" in h else torch.stack
+    case.close("logits", join(logits))
+    case.close("features", join(features))
+    case.close("center", torch.linalg.lstsq(weight, torch.stack(shifts).T).solution.T)  # W center is the shift
+    if "sample_count" in case:
+        case.close("sample_count", torch.stack(seen))
+    if "frozen_logits" in case:
+        case.close("frozen_logits", method.predict(case.batch(7)))
+    method.reset()
+    case.close("after_reset_logits" if "after_reset_logits" in case else "fresh_logits", after_reset(method, case))
+
+
+@pytest.mark.recorded("asr")
+def test_asr(case, recorder):
+    h = case.hyper
+    method = adapt(
+        case.model(),
+        "asr",
+        "em",
+        lr=h["lr"],
+        optimizer=come.optim.sgd(momentum=h["momentum"], nesterov=h["nesterov"]),
+        margin=h["e_margin"] / LN_K,
+        redundancy=h["d_margin"],
+        start=h["a0"],
+        follow=h["m0"],
+        anchoring=h["p0"],
+        keep=h["r0"],
+        slope=h["r1"],
+        pull=math.inf,  # as published
+    )
+    found = {name: [] for name in ("penalty", "selected", "spread", "level", "flips", "reset", "peak", "since", "kept")}
+    scopes, entropies = [], []
+    source = method.source_parameters
+
+    def penalty():
+        state = method.state
+        if not (state and state["anchored"]):
+            return torch.zeros(1)
+        weights = method._state.weights
+        return (state["penalty"] * (state["fisher"] * (weights - state["anchor"]).square()).sum())[None]
+
+    logits = []
+    for t in range(h["T"]):
+        before = method.state
+        level = float(before["level"]) if before else math.log(1000 * h["a0"])
+        resets = int(before["resets"]) if before else 0
+        found["penalty"].append(penalty())
+        recorder.seen.clear()
+        step = method.step(case.batch(t))
+        state = method.state
+        entropies.append(recorder.seen[0])
+        logits.append(step.logits)
+        reliable = (recorder.seen[0] < h["e_margin"]).sum()
+        found["selected"].append(torch.stack([reliable, step.used.sum()]))
+        spread = come.Softmax().entropy(step.logits.mean(dim=0))[None]
+        found["spread"].append(spread)
+        found["level"].append(state["level"])
+        found["flips"].append((8 * (state["penalty"] / h["p0"]).sqrt()).round().long())
+        reset = int(state["resets"]) > resets
+        found["reset"].append(torch.tensor(int(reset)))
+        found["peak"].append(torch.where(state["averaged"], state["average"].max(), torch.nan))
+        found["since"].append(state["steps"])
+        scope = max(h["r0"] - h["r1"] * (level - float(spread)), 0) if reset else math.nan
+        scopes.append(torch.tensor(scope))
+        back = [torch.equal(value, source[name]) for name, value in method.adapted_parameters.items()]
+        found["kept"].append(torch.tensor(back.index(True) if reset else -1))
+        if reset:
+            assert all(back[back.index(True) :])
+            assert not any(value.any() for value in method._state.moments.values())
+    stacked = {name: torch.stack(values) for name, values in found.items()}
+    case.close("logits", torch.stack(logits))
+    case.close("entropy", torch.stack(entropies).view(case["entropy"].shape))
+    for name, ours in (
+        ("penalty", "penalty"),
+        ("n_selected", "selected"),
+        ("mean_entropy", "spread"),
+        ("cum_entropy", "level"),
+        ("n_flip", "flips"),
+        ("reset_flag", "reset"),
+        ("probs_ema_max", "peak"),
+        ("since_reset", "since"),
+        ("n_kept", "kept"),
+    ):
+        case.close(name, stacked[ours])
+    case.close("scope", torch.stack(scopes))
+    check_final(method, case)
+    for kind, ours in (("anchor_fisher", "fisher"), ("anchor_mean", "anchor")):
+        for name, value in method._engine.model.named(method.state[ours]).items():
+            case.close(f"{kind}.{name}", value)
+
+
+@pytest.mark.recorded("adadem")
+def test_adadem(case, monkeypatch):
+    from come.methods import adadem
+
+    h, losses, labels = case.hyper, [], []
+    original, rows = adadem.reward, adadem.remembered
+
+    def reward(mass, held, **how):
+        losses.append(original(mass, held, **how).detach())
+        return original(mass, held, **how)
+
+    def remembered(average, p, label, valid, rate):
+        labels.append(label)
+        return rows(average, p, label, valid, rate)
+
+    monkeypatch.setattr(adadem, "reward", reward)
+    monkeypatch.setattr(adadem, "remembered", remembered)
+    method = adapt(
+        case.model(),
+        "adadem",
+        "em",
+        variant={"adadem": "adadem", "adadem-mec": "mec"}[h["mode"]],
+        rate=h["pi"],
+        lr=h["lr"],
+        optimizer=come.optim.sgd(momentum=h["momentum"], nesterov=h["nesterov"]),
+        steps=h["steps"],
+    )
+    replay(method, case)
+    each = torch.stack(losses).view(case["sample_loss"].shape)
+    case.close("sample_loss", each)
+    case.close("loss", each.mean(dim=-1))
+    case.close("pseudo_label", torch.stack(labels).view(case["pseudo_label"].shape))
+    average = method.state["average"]
+    case.close("average_index", (average != average.new_tensor(1 / 1000)).any(dim=1).nonzero()[:, 0])
+    case.close("average_rows", average[case["average_index"].long()])
+    check_final(method, case)
+    if "after_reset_logits" in case:
+        method.reset()
+        case.close("after_reset_logits", after_reset(method, case))

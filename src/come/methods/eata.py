@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class EATA(Method):
     """
 
     name = "eata"
-    by_stream = ("margin", "redundancy")
+    by_stream: ClassVar[tuple[str, ...]] = ("margin", "redundancy")
     needs = "source"
     source: Iterable[Input] | None = None
     margin: float = 0.4
@@ -81,6 +81,12 @@ class EATA(Method):
 
     def adapt(self, ctx: Context, x: Inputs) -> Step:
         """Predict, filter, then one step down the weighted entropy plus the anti-forgetting term."""
+        logits, entropy, used, loss = self.filtered(ctx, x)
+        ctx.descend(loss, go=used.any())
+        return Step(logits, entropy, used)
+
+    def filtered(self, ctx: Context, x: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits (B, K), entropies (B,), used samples (B,) and the loss, 0-d; takes the batch into the average."""
         logits = ctx.forward(x, sparing=True)
         entropy = self.objective.entropy(logits)
         margin = self.margin * math.log(logits.shape[1])
@@ -100,13 +106,12 @@ class EATA(Method):
         loss = masked_mean(weight * (entropy if again is None else self.objective.entropy(again)), used)
         if self.beta:
             loss = loss + self.beta * (ctx.fixed["fisher"] * (ctx.weights - ctx.source).square()).sum()
-        ctx.descend(loss, go=some)
 
         new = (total / used.sum().clamp_min(1)).to(average)
         kept = torch.where(averaged, 0.9 * average + 0.1 * new, new)
         ctx.state["average"] = torch.where(some, kept, average)
         ctx.state["averaged"] = averaged | some
-        return Step(logits, entropy, used)
+        return logits, entropy, used, loss
 
     def _fisher(self, ctx: Context) -> Tensor:
         """Mean over the source batches of the squared gradient of the cross-entropy with the model's own prediction."""

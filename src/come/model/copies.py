@@ -32,7 +32,7 @@ from come.model.batchnorm import (
     unit_statistics,
 )
 from come.model.inputs import Inputs
-from come.streams.norms import Block, OtherNorm, Sharing
+from come.streams.norms import CurrentCall, GroupRows, OtherNorm
 from come.streams.norms import layer as layer_by_stream
 
 Precision = Literal["float32", "tf32", "bf16"]
@@ -353,11 +353,11 @@ class ModelCopy:
                 norm.track_running_stats, norm.training = False, True
             elif rule == "mixed":
                 self._mix(norm, layer)
-        self._sharing = Sharing()
+        self._current = CurrentCall()
         if rule == "streams":
             for path in dict.fromkeys([*layers, *(name.rpartition(".")[0] for name in adapted)]):
                 norm = self.module.get_submodule(path)
-                self.module = replaced(self.module, norm, layer_by_stream(norm, self._sharing))
+                self.module = replaced(self.module, norm, layer_by_stream(norm, self._current))
         for module in list(self.module.modules()):
             if _cuts_patches(module):
                 self.module = replaced(self.module, module, Patches(module))  # type: ignore[arg-type]
@@ -403,20 +403,20 @@ class ModelCopy:
         given: dict[str, Any],
         x: Inputs,
         share: Tensor | float | None = None,
-        blocks: tuple[Block, ...] = (Block(),),
+        groups: tuple[GroupRows, ...] = (GroupRows(),),
     ) -> Any:
         """What the model returns for `x`.
 
         Args:
-            given: parameters by name; lists of them, if there are several blocks.
+            given: parameters by name; lists of them, if there are several groups.
             x: the batch.
             share: of the batch's statistics, for the rule "mixed".
-            blocks: which streams, for the rule "streams".
+            groups: of streams, for the rule "streams".
         """
         places: list[Place] = [(*self._places[name], value) for name, value in given.items()]
         if share is not None:
             places.append((vars(self._mixing), "share", torch.as_tensor(share)))
-        places.append((vars(self._sharing), "blocks", blocks))
+        places.append((vars(self._current), "groups", groups))
         self._refresh()
         before = [(table, name, table[name]) for table, name, _ in places]
         try:  # as `torch.func.functional_call`, which looks every name up at each call

@@ -32,7 +32,7 @@ from come.model.copies import OUT_OF_REACH, Function, Mode, ModelCopies, ModelCo
 from come.model.inputs import Arguments, Inputs, Key, explained, logits_of
 from come.model.parameters import Slot, buffers_of, selected, slots_of
 from come.select import BATCH_NORMS, Selector, is_norm
-from come.streams.norms import Block
+from come.streams.norms import GroupRows
 
 if TYPE_CHECKING:
     from come.model.ranks import RankRows, Ranks
@@ -305,20 +305,20 @@ class FunctionalModel:
                     warn(f"{type(self.model).__name__} is run itself and not compiled, since {reason}")
             return self._call_own(given, x if self.plain else self.mode.images(x), statistics, hooks)
 
-    def call_streams(self, x: Inputs, weights: Sequence[Tensor], blocks: Sequence[Block]) -> Any:
+    def call_streams(self, x: Inputs, weights: Sequence[Tensor], groups: Sequence[GroupRows]) -> Any:
         """The same for many streams.
 
         Args:
-            x: the samples of all blocks, one after the other, and in a block of its streams.
-            weights: for each block (n, P), or (P,) if they are the same for all of its streams.
-            blocks: which streams.
+            x: the samples of all groups, one after the other, and in a group of its streams.
+            weights: for each group (n, P), or (P,) if they are the same for all of its streams.
+            groups: of streams.
         """
         parts = [self._given(values) for values in weights]
         values: list[Any] = parts[0] if len(parts) == 1 else [list(column) for column in zip(*parts, strict=True)]
         given = {slot.name: values[self._number[id(slot.value)]] for slot in self._slots}
         try:
             with self._explaining(x), self.mode.rounding(self.device):
-                return self._call_stand_in("streams", given, x, blocks=tuple(blocks))
+                return self._call_stand_in("streams", given, x, groups=tuple(groups))
         except UncopiedError as reason:
             raise ModelError(
                 f"{type(self.model).__name__} cannot be shared by streams, since {reason}; use one adapter for each stream"

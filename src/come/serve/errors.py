@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from come.errors import ComeError, InputError, shown
-from come.streams.names import NAME
+from come.streams.names import NAME, VALID
 
 log = logging.getLogger("come.serve")
 
@@ -36,6 +36,4 @@ def refusal(error: Exception, what: str) -> RequestError:
 def check_name(name: object) -> None:
     """Raise unless this is the name of a tenant."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise RequestError(
-            f"a tenant's name must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"
-        )
+        raise RequestError(f"a tenant's name must be {VALID}, got {shown(name)}")

@@ -22,7 +22,7 @@ from come.errors import ConfigError, require_int
 from come.serve.errors import RequestError, check_name
 from come.serve.http import Backend, create
 from come.serve.service import Service
-from come.serve.states import part_of
+from come.serve.tenants import part_of
 
 serve: Any = ray.serve
 Handle = Any

@@ -30,8 +30,7 @@ from come.serve.errors import RequestError, check_name, log, refusal
 from come.serve.metrics import COUNTERS, GAUGES, SERVICE, Counts, Metric, Metrics
 from come.serve.modes import Mode
 from come.serve.request_queue import SHARE, Command, Queue, Request
-from come.serve.states import States, part_of
-from come.serve.tenants import Tenant, Tenants, unfit
+from come.serve.tenants import States, Tenant, Tenants, part_of, unfit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,7 +79,7 @@ class Service:
         max_samples: samples of one request.
         max_queue: samples that wait; one tenant may have a quarter of them.
         labels: how many tenants have metrics of their own.
-        part: this server's part of the tenants, from 0; see `come.serve.states`.
+        part: this server's part of the tenants, from 0; see `come.serve.tenants`.
         parts: how many servers share `state`.
         **more: objective, guard, precision, channels_last and hyperparameters, as in `come.Fleet`.
 
@@ -386,15 +385,14 @@ class Service:
         u = self._fleet.uncertainty(logits).nan_to_num(1.0)
         confidence = self._fleet.confidence(logits, names, valid)
         abstain = ~good if below is None else ~good | below
-        logits = logits.float().cpu()
-        found = (value.tolist() for value in (logits.argmax(dim=1), u, confidence, abstain, good))
-        labels, us, confidences, abstains, goods = found
-        adapted, answers, end = step or self.mode.kind == "after", list[Answer](), 0
-        for one in requests:
-            at = slice(end, end := end + len(one.x))
-            mine = Answer(labels[at], us[at], confidences[at], abstains[at], goods[at], logits[at].clone(), adapted)
-            answers.append(mine)
-        return answers
+        logits, sizes = logits.float().cpu(), [len(one.x) for one in requests]
+        columns = [
+            torch.split(value.cpu(), sizes) for value in (logits, logits.argmax(dim=1), u, confidence, abstain, good)
+        ]
+        adapted = step or self.mode.kind == "after"
+        return [
+            Answer._make([*(v.tolist() for v in lists), z.clone(), adapted]) for z, *lists in zip(*columns, strict=True)
+        ]
 
     def _input(self, parts: Sequence[Tensor]) -> Tensor:
         x = torch.cat(tuple(parts)).to(self._device)

@@ -1,28 +1,157 @@
-"""Tenants: opened at their first request, evicted to disk, restored, written, reset and deleted.
+"""Tenants, and the folder of their states: opened at a first request, evicted to disk, restored, written, reset and deleted.
 
 The thread of the service does all of this except writing files in the background: it packs a state, which takes a millisecond,
 and a second thread writes it, so that no answer waits for a disk.
+
+A tenant belongs to part sha256(name) mod `parts`. A server owns one part of a folder and holds its lock while it lives, so two
+servers never write the same tenant. The system frees the lock of a killed process. The number of parts can only change while no
+server uses the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
+import re
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
-from come.errors import require_int
+from come.errors import ConfigError, StateError, require_int
 from come.fleet import Fleet
 from come.serve.errors import RequestError, log
 from come.serve.modes import Mode, Signal
-from come.serve.states import States, key_of
+from come.state import files, saving
+
+INDEX, FORMAT = "serve.json", "come-serve-1"
+SUFFIX = ".safetensors"
+
+
+def key_of(name: str) -> str:
+    """The file of a tenant without its ending: of the same length for every name, and distinct where case is ignored."""
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def part_of(name: str, parts: int) -> int:
+    """The part that a tenant belongs to.
+
+    Example:
+        >>> part_of("north", 4) == part_of("north", 4) < 4
+        True
+    """
+    return int(key_of(name)[:16], 16) % parts
+
+
+class States:
+    """The files of one part of a state folder, and its lock.
+
+    Args:
+        folder: it must exist, and be one that all servers see.
+        part: which of the parts, from 0.
+        parts: how many servers share the folder.
+        wait: seconds to wait for a lock, e.g. of a server that is just ending.
+    """
+
+    def __init__(self, folder: Path, part: int = 0, parts: int = 1, wait: float = 5.0) -> None:
+        require_int("parts", parts, 1)
+        require_int("part", part, 0)
+        if part >= parts:
+            raise ConfigError(f"part must be smaller than parts={parts}, got {part}")
+        if not folder.is_dir():
+            raise ConfigError(f"the state folder {folder} does not exist; create it first")
+        self.folder, self.part, self.parts = folder, part, parts
+        self._lock = self._lock_of(part)
+        try:
+            self._lock.acquire(timeout=wait)
+        except Timeout:
+            raise ConfigError(
+                f"part {part} of the state folder {folder} is in use by another server; end that one, or choose another "
+                "folder"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot lock the state folder {folder}: {error.strerror}; choose another") from error
+        try:
+            with FileLock(folder / ".start.lock"):
+                self._agree_on_parts()
+        except BaseException:
+            self._lock.release()
+            raise
+        for left in folder.glob(f".*{SUFFIX}.*.tmp"):  # of a killed server: the part is ours alone now
+            if self._is_mine(left.name[1:65]):
+                left.unlink(missing_ok=True)
+
+    def _lock_of(self, part: int) -> FileLock:
+        return FileLock(self.folder / f".part-{part}.lock", thread_local=False)
+
+    def _agree_on_parts(self) -> None:
+        """All servers of a folder must have the same number of parts; only a server that is alone may change it."""
+        index, before = self.folder / INDEX, 0
+        if index.exists():
+            try:
+                found = json.loads(index.read_text())
+                before = int(found["parts"])
+                if found["format"] != FORMAT or not 1 <= before <= 100_000:
+                    raise ValueError
+            except (OSError, ValueError, KeyError, TypeError, OverflowError):
+                raise ConfigError(f"{index} is damaged; delete it when no server uses the folder") from None
+        if before == self.parts:
+            return
+        with contextlib.ExitStack() as held:
+            try:
+                for other in {*range(before)} - {self.part}:
+                    held.enter_context(self._lock_of(other).acquire(timeout=0))
+            except Timeout:
+                raise ConfigError(
+                    f"the state folder {self.folder} is in use by {before} servers; end them before another number of "
+                    f"servers ({self.parts}) takes it over"
+                ) from None
+            files.write(index, json.dumps({"format": FORMAT, "parts": self.parts}).encode())
+
+    def _is_mine(self, key: str) -> bool:
+        return re.fullmatch("[0-9a-f]{64}", key) is not None and int(key[:16], 16) % self.parts == self.part
+
+    def keys(self) -> set[str]:
+        """Keys of this part's tenants that have a file."""
+        found = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
+        return set(filter(self._is_mine, found))
+
+    def path(self, name: str) -> Path:
+        """The file of a tenant."""
+        return self.folder / f"{key_of(name)}{SUFFIX}"
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a packed state, atomically."""
+        files.write(self.path(name), data)
+
+    def note(self, name: str) -> dict[str, Any]:
+        """What was written beside a tenant's state; the file of another tenant is refused."""
+        with contextlib.suppress(json.JSONDecodeError):
+            found = json.loads(saving.note_of(self.path(name)))
+            if isinstance(found, dict) and found.get("tenant") == name:
+                return found
+        raise StateError(f"{self.path(name)} is not the state of tenant {name!r}; delete it, or use an older copy")
+
+    def remove(self, name: str) -> None:
+        """Delete the state of a tenant."""
+        self.path(name).unlink(missing_ok=True)
+        files.settle(self.folder)
+
+    def close(self) -> None:
+        """Let another server have the part."""
+        self._lock.release()
+
+
+# ---- tenants ----
 
 RETRY = 1.0
 """Seconds, at least, until a write that failed is tried again."""
@@ -67,8 +196,8 @@ def unfit(name: str, error: Exception) -> RequestError:
 class Tenants:
     """All tenants of a service.
 
-    `Fleet(resident=, folder=)` does not evict them: it goes through all of its streams in each step, and most tenants are known
-    here by the names of their files only. So those in memory are streams of the fleet, and evicted ones are closed.
+    Those in memory are streams of the fleet, which knows which was used last; evicted ones are closed. `Fleet(resident=)` does
+    not evict them: most are known here by the names of their files only, and a state travels with the tenant's own counts.
 
     Args:
         fleet, mode, states, resident, write_every: as in `Service`.
@@ -90,8 +219,8 @@ class Tenants:
         self._most, self._resident, self._write_every, self._settle = most, resident, write_every, settle
         self._keys = set[str]() if states is None else states.keys()
         """Of all tenants, on disk included."""
-        self.here: OrderedDict[str, Tenant] = OrderedDict()
-        """Those in memory, least recently used first."""
+        self.here: dict[str, Tenant] = {}
+        """Those in memory."""
         self.counts = Counter[str]()
         self._lock = threading.Lock()
         """Guards what both threads change: the counts, and `dirty`, `unwritten` and `due` of tenants."""
@@ -104,20 +233,19 @@ class Tenants:
 
     # ---- in memory, on disk ----
 
-    def bring(self, name: str, keep: Iterable[str] = ()) -> Tenant:
+    def bring(self, name: str, keep: Collection[str] = ()) -> Tenant:
         """A tenant in memory: as it is there, as it was written, or new. Those in `keep` are not evicted for it."""
         if name not in self.here:
             if key_of(name) not in self._keys and len(self._keys) >= self._most:
                 raise RequestError("the server has as many tenants as it takes", 429)
             while len(self.here) >= self._resident:
                 self._settle()
-                oldest = next(tenant for tenant in self.here.values() if tenant.name not in keep)
-                self.write(oldest)
+                oldest = next(one for one in self._fleet.streams if one in self.here and one not in keep)
+                self.write(self.here[oldest])
                 self.counts["evicted"] += 1
-                self.forget(oldest.name)
+                self.forget(oldest)
             self.here[name] = self._begun(name)
             self._keys.add(key_of(name))
-        self.here.move_to_end(name)
         if self._write_every == 0:
             self.write(self.here[name])  # what a failed commit goes back to
         return self.here[name]

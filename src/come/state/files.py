@@ -54,6 +54,15 @@ def unwritable(path: Path, error: OSError) -> StateError:
     )
 
 
+def write(path: Path, data: bytes) -> None:
+    """Write a file atomically; raises `StateError` if it cannot be written."""
+    try:
+        with replacing(path) as beside:
+            beside.write_bytes(data)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
 def settle(folder: Path) -> None:
     """Flush a folder to disk, so that renames in it survive a power cut; does nothing where the system cannot."""
     try:

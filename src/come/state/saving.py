@@ -36,7 +36,7 @@ from come.method import Method
 from come.model.locks import untracked
 from come.model.ranks import Ranks
 from come.optim import adam, sgd
-from come.state.files import replacing, unwritable
+from come.state.files import write
 from come.state.hub import Place
 from come.step.transition import StreamState
 
@@ -208,18 +208,16 @@ def _described(value: Any) -> Any:
     return [type(value).__qualname__, inside]
 
 
-def save(
-    engine: Engine, state: Callable[[], StreamState], path: str | os.PathLike[str], method: Method | None = None
-) -> None:
+def save(engine: Engine, state: Callable[[], StreamState], path: str | os.PathLike[str]) -> None:
     """Write a stream's state to `path` atomically; hf://OWNER/REPOSITORY/FILE uploads it to the Hugging Face Hub."""
     place = Place.of(path)
 
     @untracked()
     def pack() -> tuple[bytes, int]:
         now = state()
-        data = packed(engine, now, method=method)
+        data = packed(engine, now)
         if place is None:
-            put(Path(path), data)
+            write(Path(path), data)
         return data, now.count
 
     data, count = engine.lock.run(pack)
@@ -232,15 +230,6 @@ def packed(engine: Engine, state: StreamState, note: str = "", method: Method | 
     tensors = {name: value.contiguous() for name, value in collect(engine, state, method).items()}
     about = {"format": FORMAT, "version": str(VERSION), "method": engine.method.name, "note": note}
     return serialized(tensors, metadata=about | {"sha256": _digest(tensors, about)})
-
-
-def put(path: Path, data: bytes) -> None:
-    """Write a packed state to `path`, atomically."""
-    try:
-        with replacing(path) as beside:
-            beside.write_bytes(data)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 def note_of(path: str | os.PathLike[str]) -> str:

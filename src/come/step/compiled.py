@@ -16,7 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import Any, cast
 
 import torch
 
@@ -27,15 +27,10 @@ from come.model.inputs import Inputs
 from come.state.trees import leaves, like, replace, signature
 from come.step.transition import Run, StepFlags, StepInput, StepOutput, Transition
 
-if TYPE_CHECKING:
-    from come.streams.transition import StackedTransition
-
 SHAPES = 8
 """Shapes of batch that are compiled; more run as they are."""
 RECENT = 16
 """A shape that comes again within so many batches is compiled."""
-
-AnyTransition = Union[Transition, "StackedTransition"]
 
 
 class CompiledSteps:
@@ -51,7 +46,7 @@ class CompiledSteps:
         self._works = self._capture = True
         """Whether `torch.compile` works on this model, and whether a step can be captured, as far as is known."""
 
-    def run(self, step: AnyTransition, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> StepOutput:
+    def run(self, step: Transition, flags: StepFlags, given: StepInput, x: Inputs, run: Run) -> StepOutput:
         """One step."""
 
         def compute() -> StepOutput:
@@ -81,7 +76,7 @@ class CompiledSteps:
         self._shapes.clear()
         self._recent.clear()
 
-    def _compiles(self, step: AnyTransition, x: Inputs) -> bool:
+    def _compiles(self, step: Transition, x: Inputs) -> bool:
         """Whether this batch is of the first shape, or of one that has come not long ago."""
         shape = signature(x)
         due = not self._recent or shape in self._recent
@@ -95,14 +90,14 @@ class CompiledSteps:
                 )
         return shape in self._shapes
 
-    def _divides(self, step: AnyTransition) -> bool:
+    def _divides(self, step: Transition) -> bool:
         """Whether calls that are divided over ranks can be compiled."""
         if step.model.ranks is None or not step.on_batch:
             return True
         self._say(step, "not compiled, since the ranks exchange statistics of the batch in BatchNorm layers")
         return False
 
-    def _captures(self, step: AnyTransition, given: StepInput, x: Inputs) -> bool:
+    def _captures(self, step: Transition, given: StepInput, x: Inputs) -> bool:
         device = step.model.device
         if not self._capture or device.type != "cuda" or given.state is None:
             return False
@@ -112,12 +107,12 @@ class CompiledSteps:
             self._no_graph(step, waits)
         return self._capture
 
-    def _no_graph(self, step: AnyTransition, reason: str) -> None:
+    def _no_graph(self, step: Transition, reason: str) -> None:
         """From now on without graphs."""
         self._capture = False
         self._say(step, f"the step is not one CUDA graph: {reason}; its model is compiled all the same")
 
-    def _compiled(self, step: AnyTransition, compute: Callable[[], StepOutput], run: Run) -> StepOutput:
+    def _compiled(self, step: Transition, compute: Callable[[], StepOutput], run: Run) -> StepOutput:
         """A step with the compiled model; if it cannot be compiled, as it is."""
         model = step.model
         model.compiled = True
@@ -140,7 +135,7 @@ class CompiledSteps:
         finally:
             model.compiled = False
 
-    def _say(self, step: AnyTransition, what: str) -> None:
+    def _say(self, step: Transition, what: str) -> None:
         if what not in self._said:
             self._said.add(what)
             warn(f"compile=True, {step.method.name}: {what}")
@@ -171,8 +166,8 @@ class CapturedGraph:
 
     def __init__(
         self,
-        compiled: Callable[[AnyTransition, Callable[[], StepOutput], Run], StepOutput],
-        step: AnyTransition,
+        compiled: Callable[[Transition, Callable[[], StepOutput], Run], StepOutput],
+        step: Transition,
         flags: StepFlags,
         given: StepInput,
         x: Inputs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -17,8 +16,7 @@ from come.optim import TorchRule
 from come.step.engine import Engine
 from come.step.transition import Run, StepFlags, StepInput, StepOutput, StreamState
 from come.streams.rendezvous import Rendezvous
-from come.streams.transition import StackedModel, StackedTransition
-from come.streams.vmap import apart, index, joined, over, parted, sent
+from come.streams.transition import StackedModel, StackedTransition, apart, index, joined, over, parted, sent
 
 
 class StreamRows(NamedTuple):
@@ -136,10 +134,10 @@ class Groups:
         """A step of a group; all tensors of the result are (n, ...)."""
         engine = self._engine
         step = StackedTransition(engine.transition, [(part.state.count, part.method) for part in group.parts])
+        run = Run(0, engine.generator, [])
         try:
             if not adapts:
-                return StepOutput(group.given.weights, {}, {}, step.answer(group.flags, group.given, group.x))
-            run = Run(0, engine.generator, [])
+                return StepOutput(group.given.weights, {}, {}, step.answer(group.flags, group.given, group.x, run))
             if engine.model.mode.compile:
                 return engine.compiled.run(step, group.flags, group.given, group.x, run)
             return step(group.flags, group.given, group.x, run)
@@ -243,21 +241,17 @@ def _usable(value: Tensor) -> Tensor:
 
 def in_order(parts: list[tuple[list[int], Step]], size: int) -> Step:
     """What groups returned, in the order of the batch; what only some return is false, or NaN, for the others."""
-    order = [row for rows, _ in parts for row in rows]
-    columns = list(zip(*(step for _, step in parts), strict=True))
-    whole = [_column(column, [len(rows) for rows, _ in parts]) for column in columns]
-    if order != list(range(size)):
-        back = sorted(range(size), key=order.__getitem__)
-        places = index(back, whole[0].device)  # type: ignore[union-attr]
-        whole = [None if value is None else value.index_select(0, places) for value in whole]
+    if len(parts) == 1 and parts[0][0] == list(range(size)):
+        return parts[0][1]
+    places = [index(rows, step.logits.device) for rows, step in parts]
+    whole: list[Tensor | None] = []
+    for column in zip(*(step for _, step in parts), strict=True):
+        known = next((value for value in column if value is not None), None)
+        if known is not None:
+            unknown = False if known.dtype == torch.bool else torch.nan
+            known = known.new_full((size, *known.shape[1:]), unknown)
+            for value, at in zip(column, places, strict=True):
+                if value is not None:
+                    known[at] = value
+        whole.append(known)
     return Step(*whole)  # type: ignore[arg-type]
-
-
-def _column(values: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:
-    """One value of all samples, of what each group has returned."""
-    known = next((value for value in values if value is not None), None)
-    if known is None:
-        return None
-    unknown = False if known.dtype == torch.bool else torch.nan
-    parts = zip(values, sizes, strict=True)
-    return torch.cat([known.new_full((size,), unknown) if value is None else value for value, size in parts])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,10 +13,11 @@ from urllib.parse import quote
 from torch import Tensor
 
 from come.errors import ConfigError, InputError, StateError, shown
-from come.state.files import replacing
+from come.state.files import write
 
 Name = str | int
 NAME = re.compile(r"[A-Za-z0-9_@+:=-][A-Za-z0-9_.@+:=-]{0,127}", re.ASCII)
+VALID = "1 to 128 letters, digits and _ . @ + : = -, no dot first"
 INDEX, FORMAT = "fleet.json", "come-fleet-1"
 
 
@@ -33,6 +34,11 @@ def read_index(folder: Path) -> dict[str, dict[str, float]]:
         raise StateError(f"cannot read {folder / INDEX}: {error.strerror}; give a folder that save() wrote") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(f"{folder / INDEX} is damaged: {error}; use an older copy") from error
+
+
+def write_index(folder: Path, own: Mapping[str, dict[str, float]]) -> None:
+    """Say which streams a folder has, and what each has of its own; after their files, so that they are there."""
+    write(folder / INDEX, json.dumps({"format": FORMAT, "streams": own}, indent=1).encode())
 
 
 def _number(name: str, value: Any) -> float:
@@ -58,9 +64,7 @@ def checked_name(name: Any) -> str:
     if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
         return str(name)
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ConfigError(
-            f"the name of a stream must be 1 to 128 letters, digits and _ . @ + : = -, no dot first, got {shown(name)}"
-        )
+        raise ConfigError(f"the name of a stream must be {VALID}, got {shown(name)}")
     return name
 
 
@@ -72,26 +76,21 @@ def file_name(name: str) -> str:
     return f"{plain}.safetensors"
 
 
-def write_folder(folder: Path, own: Mapping[str, dict[str, float]], write: Callable[[str, Path], None]) -> None:
-    """Write a file for each stream and the index, last."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in own:
-            write(name, folder / file_name(name))
-        with replacing(folder / INDEX) as beside:
-            beside.write_text(json.dumps({"format": FORMAT, "streams": own}, indent=1))
-    except OSError as error:
-        raise StateError(f"cannot write to {folder}: {error.strerror}; choose a folder that is writable") from error
+def rows_by_stream(streams: Any, size: int) -> dict[str, list[int]]:
+    """The rows of a batch by stream, in the order in which streams occur.
 
-
-def names_of_samples(streams: Any, size: int) -> list[Any]:
-    """The name of the stream of each sample."""
+    >>> rows_by_stream(["north", "south", "north"], 3)
+    {'north': [0, 2], 'south': [1]}
+    """
     if isinstance(streams, (str, int)):
-        streams = [streams] * size
+        return {checked_name(streams): list(range(size))}
     names = streams.tolist() if isinstance(streams, Tensor) else streams
     if isinstance(names, Mapping) or not isinstance(names, Iterable):
         raise InputError(f"streams must be the name of a stream for each of the {size} samples, got {shown(streams)}")
     names = list(names)
     if len(names) != size:
         raise InputError(f"streams must name the stream of each of the {size} samples, got {len(names)} names")
-    return names
+    rows: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        rows.setdefault(checked_name(name), []).append(i)
+    return rows

@@ -23,8 +23,8 @@ from come.state.trees import replace
 
 
 @dataclass(frozen=True)
-class Block:
-    """Streams with the same number of samples: b of each, one stream after the other."""
+class GroupRows:
+    """The rows of a group of streams in a call of the model: b of each stream, one stream after the other."""
 
     streams: int = 1
     """n."""
@@ -33,56 +33,53 @@ class Block:
     rows: int = 0
     """n x b."""
 
-    def each(self, x: Tensor) -> int:
-        """How many rows of x belong to a stream."""
-        if len(x) % self.streams:
-            raise ConfigError(
-                f"a norm layer of the model gets {len(x)} rows for {self.streams} streams: it does not keep samples in the "
-                "first dimension, so a fleet cannot tell which rows belong to which stream; use one adapter for each stream"
-            )
-        return len(x) // self.streams
-
 
 @dataclass
-class Sharing:
-    """What all norm layers of a model need to know; other values at each call.
+class CurrentCall:
+    """What all norm layers of a model know of the call that runs. For several groups a parameter is a list of tensors."""
 
-    With several blocks, one after the other in the batch, a parameter is a list with a tensor for each.
-    """
+    groups: tuple[GroupRows, ...] = (GroupRows(),)
 
-    blocks: tuple[Block, ...] = (Block(),)
-
-    def apart(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each block."""
-        total = sum(block.rows for block in self.blocks)
-        if len(x) % total:
-            Block(total).each(x)
-        return torch.split(x, [block.rows * (len(x) // total) for block in self.blocks])
+    def by_group(self, x: Tensor, run: Callable[[GroupRows, int, Tensor], Tensor]) -> Tensor:
+        """`run(group, number, rows)` of each group, one after the other in x."""
+        if len(self.groups) == 1:
+            return run(self.groups[0], 0, x)
+        each = rows_of_each(x, sum(group.rows for group in self.groups))
+        parts = torch.split(x, [group.rows * each for group in self.groups])
+        return torch.cat([run(group, i, part) for i, (group, part) in enumerate(zip(self.groups, parts, strict=True))])
 
 
-def of(value: Any, number: int) -> Any:
-    """A parameter as a block has it."""
+def rows_of_each(x: Tensor, count: int) -> int:
+    """How many rows of x belong to each of so many streams or samples."""
+    if len(x) % count:
+        raise ConfigError(
+            f"a norm layer of the model gets {len(x)} rows for {count} streams: it does not keep samples in the first "
+            "dimension, so a fleet cannot tell which rows belong to which stream; use one adapter for each stream"
+        )
+    return len(x) // count
+
+
+def for_group(value: Any, number: int) -> Any:
+    """A parameter as a group has it."""
     return value[number] if isinstance(value, list) else value
 
 
-def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], inner: int) -> Tensor:
-    """weight * y + bias, for weights (n, ...) of streams or (...) of all.
+# ---- functions ----
 
-    Args:
-        y: what was normalized.
-        weight: or None.
-        bias: or None.
-        shape: of y as (n, rows, *parameter, places).
-        inner: dimensions of the parameter.
-    """
+
+def affine(
+    group: GroupRows, y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int] = ()
+) -> Tensor:
+    """weight * y + bias, for weights (n, *shape) of streams or (*shape) of all; without a shape (n, C) or (C,), by channel."""
+    rows_of_each(y, group.streams)
+    inner, tail = len(shape) or 1, () if shape else (1,)
     if weight is None and bias is None:
         return y
-    tail = [1] * (len(shape) - 2 - inner)
 
     def fit(value: Tensor) -> Tensor:
         return value.reshape(len(value) if value.ndim > inner else 1, 1, *value.shape[-inner:], *tail)
 
-    parts = y.reshape(shape)
+    parts = y.reshape(group.streams, -1, *(shape or (y.shape[1], math.prod(y.shape[2:]))))
     if weight is None:
         assert bias is not None
         found = parts + fit(bias)
@@ -95,89 +92,44 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[i
     return found.reshape(y.shape)
 
 
-def layer_norm(
-    block: Block,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    """As `torch.nn.functional.layer_norm`, with weights (n, ...)."""
-    block.each(input)
-    y = F.layer_norm(input, list(normalized_shape), None, None, eps)
-    return affine(y, weight, bias, (block.streams, -1, *normalized_shape), len(normalized_shape))
+_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
+_NORMS: dict[Any, tuple[str, ...]] = {
+    **dict.fromkeys([F.layer_norm, torch.layer_norm], ("input", "normalized_shape", "weight", "bias", "eps")),
+    **dict.fromkeys([F.group_norm, torch.group_norm], ("input", "num_groups", "weight", "bias", "eps")),
+    **dict.fromkeys([F.rms_norm, torch.rms_norm], ("input", "normalized_shape", "weight", "eps")),
+    F.instance_norm: (*_STATISTICS, "use_input_stats", "momentum", "eps"),
+    F.batch_norm: (*_STATISTICS, "training", "momentum", "eps"),
+}
+"""Torch's norm functions, and their arguments."""
 
 
-def rms_norm(
-    block: Block,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    """As `torch.nn.functional.rms_norm`."""
-    block.each(input)
-    y = F.rms_norm(input, list(normalized_shape), None, eps)
-    return affine(y, weight, None, (block.streams, -1, *normalized_shape), len(normalized_shape))
-
-
-def _by_channel(block: Block, y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return affine(y, weight, bias, (block.streams, block.each(y), y.shape[1], math.prod(y.shape[2:])), 1)
-
-
-def group_norm(
-    block: Block,
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
-) -> Tensor:
-    """As `torch.nn.functional.group_norm`."""
-    return _by_channel(block, F.group_norm(input, num_groups, None, None, eps), weight, bias)
-
-
-def instance_norm(
-    block: Block,
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """As `torch.nn.functional.instance_norm`."""
-    y = F.instance_norm(input, running_mean, running_var, None, None, use_input_stats, momentum, eps)
-    return _by_channel(block, y, weight, bias)
+def normalized(function: Any, group: GroupRows, *args: Any, **kwargs: Any) -> Tensor:
+    """What one of torch's norm functions returns, with weight and bias (n, ...)."""
+    given = dict(zip(_NORMS[function], args, strict=False)) | kwargs
+    weight, bias = given.pop("weight", None), given.pop("bias", None)
+    if function is F.batch_norm:
+        source = given["running_mean"], given["running_var"]
+        return batch_norm(group, given["input"], *source, weight, bias, given.get("eps", 1e-5))
+    return affine(group, function(**given), weight, bias, given.get("normalized_shape", ()))
 
 
 def batch_norm(
-    block: Block,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
+    group: GroupRows,
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """As `torch.nn.functional.batch_norm`, with statistics of each stream, see `come.model.batchnorm.normalize`."""
-    rule, each = block.statistics, block.each(input)
-    known = running_mean is not None and running_var is not None
-    if rule is None and (known or each * math.prod(input.shape[2:]) == 1):
-        y = F.batch_norm(input, running_mean, running_var, None, None, False, 0.0, eps)
-        return _by_channel(block, y, weight, bias)
-    rule = BatchStatistics() if rule is None else rule
-    if not isinstance(rule, BatchStatistics):
+    """Of (n x b, C, ...) with running statistics (C,), or with those of each stream, see `come.model.batchnorm.normalize`."""
+    rule, each = group.statistics, rows_of_each(x, group.streams)
+    source = None if mean is None or var is None else (mean, var)
+    if rule is None and (source is not None or each * math.prod(x.shape[2:]) == 1):
+        return affine(group, F.batch_norm(x, mean, var, None, None, False, 0.0, eps), weight, bias)
+    if not isinstance(rule, BatchStatistics | None):
         raise ConfigError(f"a fleet cannot use the BatchNorm statistics {rule!r}; use one adapter for each stream")
-    source = (running_mean, running_var) if running_mean is not None and running_var is not None else None
-    return normalize(input, source, replace(rule, groups=block.streams), eps, weight, bias)
+    return normalize(x, source, replace(rule or BatchStatistics(), groups=group.streams), eps, weight, bias)
 
 
 # ---- layers ----
@@ -188,22 +140,23 @@ class Norm(nn.Module):
 
     Args:
         norm: whose parameters it has.
-        sharing: of all layers of the model.
-        normalize: (block, input, weight, bias) -> output.
+        current: of all layers of the model.
+        normalize: (group, input, weight, bias) -> output.
     """
 
-    def __init__(self, norm: Any, sharing: Sharing, normalize: Callable[..., Tensor]) -> None:
+    def __init__(self, norm: Any, current: CurrentCall, normalize: Callable[..., Tensor]) -> None:
         super().__init__()
         self.weight, self.bias = norm.weight, norm.bias
-        self._sharing, self._normalize = sharing, normalize
+        self._current, self._normalize = current, normalize
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, ...) -> the same."""
-        blocks, weight, bias = self._sharing.blocks, self.weight, self.bias
-        if len(blocks) == 1:
-            return self._normalize(blocks[0], x, weight, bias)
-        parts = enumerate(zip(blocks, self._sharing.apart(x), strict=True))
-        return torch.cat([self._normalize(block, part, of(weight, i), of(bias, i)) for i, (block, part) in parts])
+        weight, bias = self.weight, self.bias
+
+        def run(group: GroupRows, i: int, part: Tensor) -> Tensor:
+            return self._normalize(group, part, for_group(weight, i), for_group(bias, i))
+
+        return self._current.by_group(x, run)
 
 
 class OtherNorm(nn.Module):
@@ -211,92 +164,85 @@ class OtherNorm(nn.Module):
 
     Args:
         norm: the layer.
-        sharing: of all layers of the model.
+        current: of all layers of the model.
     """
 
-    def __init__(self, norm: nn.Module, sharing: Sharing) -> None:
+    def __init__(self, norm: nn.Module, current: CurrentCall) -> None:
         super().__init__()
-        self.inner, self._sharing = norm, sharing
+        self.inner, self._current = norm, current
         self._dims = {name: p.ndim for name, p in norm.named_parameters(recurse=False)}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer, on its first argument."""
-        blocks, given = self._sharing.blocks, dict(self.inner._parameters)
-        if len(blocks) == 1:
-            return self._block(blocks[0], x, *args, **kwargs)
-        found = []
+        inner, given = self.inner, dict(self.inner._parameters)
+
+        def run(group: GroupRows, i: int, part: Tensor) -> Any:
+            own = {name: for_group(value, i) for name, value in given.items()}
+            inner._parameters.update(own)
+            names = {id(p): name for name, p in own.items() if p is not None and p.ndim > self._dims[name]}
+            with _Within(group, names, type(inner).__name__):
+                return inner(part, *args, **kwargs)
+
         try:
-            for i, (block, part) in enumerate(zip(blocks, self._sharing.apart(x), strict=True)):
-                self.inner._parameters.update({name: of(value, i) for name, value in given.items()})
-                found.append(self._block(block, part, *args, **kwargs))
+            return self._current.by_group(x, run)
         finally:
-            self.inner._parameters.update(given)
-        return torch.cat(found)
-
-    def _block(self, block: Block, *args: Any, **kwargs: Any) -> Any:
-        own = self.inner._parameters
-        names = {id(p): name for name, p in own.items() if p is not None and p.ndim > self._dims[name]}
-        with _Within(block, names, type(self.inner).__name__):
-            return self.inner(*args, **kwargs)
+            inner._parameters.update(given)
 
 
-def layer(norm: nn.Module, sharing: Sharing) -> nn.Module:
+def layer(norm: nn.Module, current: CurrentCall) -> nn.Module:
     """What takes the place of a norm layer."""
     found = plain(norm)
-    return OtherNorm(norm, sharing) if found is None else Norm(norm, sharing, found)
+    return OtherNorm(norm, current) if found is None else Norm(norm, current, found)
 
 
 @torch.no_grad()
 def plain(norm: nn.Module) -> Callable[..., Tensor] | None:
     """How a layer normalizes, if it does what torch's layer of that kind does and nothing else; subclasses are tried."""
-    if isinstance(norm, nn.LayerNorm):
-        shape, eps = tuple(norm.normalized_shape), norm.eps
-        if type(norm) is nn.LayerNorm or _same(norm, torch.linspace(-1, 2, 6 * math.prod(shape)).view(2, 3, *shape)):
-            return lambda block, x, weight, bias: layer_norm(block, x, shape, weight, bias, eps)
-    if isinstance(norm, nn.GroupNorm):
-        groups, eps = norm.num_groups, norm.eps
-        if type(norm) is nn.GroupNorm or _same(norm, torch.linspace(-1, 2, 8 * norm.num_channels).view(2, -1, 2, 2)):
-            return lambda block, x, weight, bias: group_norm(block, x, groups, weight, bias, eps)
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         known: Any = norm
-        return lambda block, x, weight, bias: batch_norm(
-            block, x, known.running_mean, known.running_var, weight, bias, eps=known.eps
+        return lambda group, x, weight, bias: batch_norm(
+            group, x, known.running_mean, known.running_var, weight, bias, known.eps
         )
-    return None
-
-
-def _same(norm: nn.LayerNorm | nn.GroupNorm, x: Tensor) -> bool:
-    """Whether a subclass answers as torch's own class."""
-    like = next(norm.parameters(), x)
-    x = x.to(like.device, like.dtype)
-    try:
-        if isinstance(norm, nn.LayerNorm):
-            return torch.equal(norm(x), F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps))
-        return torch.equal(norm(x), F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps))
-    except (RuntimeError, TypeError, ValueError):  # it takes other shapes
-        return False
+    function: Any
+    how: Any
+    shape: tuple[int, ...]
+    if isinstance(norm, nn.LayerNorm):
+        function, how, shape = F.layer_norm, norm.normalized_shape, (3, *norm.normalized_shape)
+    elif isinstance(norm, nn.GroupNorm):
+        function, how, shape = F.group_norm, norm.num_groups, (norm.num_channels, 2, 2)
+    else:
+        return None
+    eps = norm.eps
+    if type(norm) not in (nn.LayerNorm, nn.GroupNorm):
+        x = torch.linspace(-1, 2, 2 * math.prod(shape)).view(2, *shape).to(next(norm.parameters(), torch.empty(0)))
+        try:
+            if not torch.equal(norm(x), function(x, how, norm.weight, norm.bias, eps)):
+                return None
+        except (RuntimeError, TypeError, ValueError):  # it takes other shapes
+            return None
+    return lambda group, x, weight, bias: normalized(function, group, x, how, weight, bias, eps)
 
 
 class _Within(TorchFunctionMode):
     """Inside a layer: norm functions, and products and sums with a parameter, use that of each sample's stream.
 
     Args:
-        block: which streams.
+        group: of the rows.
         names: names of parameters by the identity of the tensor (n, ...) that stands in their place.
         layer: the name of the layer.
     """
 
-    def __init__(self, block: Block, names: Mapping[int, str], layer: str) -> None:
+    def __init__(self, group: GroupRows, names: Mapping[int, str], layer: str) -> None:
         super().__init__()
-        self._block, self._names, self._layer, self._kept = block, dict(names), layer, list[Tensor]()
+        self._group, self._names, self._layer, self._kept = group, dict(names), layer, list[Tensor]()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """One call of a torch function."""
         kwargs = kwargs or {}
-        if (own := _NORMS.get(func)) is not None:
-            return own(self._block, *args, **kwargs)
+        if func in _NORMS:
+            return normalized(func, self._group, *args, **kwargs)
         name = next((self._names[id(value)] for value in args if id(value) in self._names), None)
         if name is None:
             return func(*args, **kwargs)
@@ -320,22 +266,12 @@ class _Within(TorchFunctionMode):
         def like(value: Tensor, other: Tensor) -> Tensor:
             if id(value) not in self._names:
                 return value
-            rows = value.repeat_interleave(self._block.each(other), dim=0)
+            rows = value.repeat_interleave(rows_of_each(other, self._group.streams), dim=0)
             return rows.view(len(rows), *[1] * (other.ndim - value.ndim), *value.shape[1:])
 
         return [like(a, b), like(b, a)]
 
 
-_NORMS: dict[Any, Callable[..., Tensor]] = {
-    F.layer_norm: layer_norm,
-    torch.layer_norm: layer_norm,
-    F.group_norm: group_norm,
-    torch.group_norm: group_norm,
-    F.rms_norm: rms_norm,
-    torch.rms_norm: rms_norm,
-    F.instance_norm: instance_norm,
-    F.batch_norm: batch_norm,
-}
 _CASTS = {Tensor.to, Tensor.float, Tensor.type_as, Tensor.contiguous}
 _SAME_FOR_ALL = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_leaf")}
 """What a layer, or a compiler that looks at it, may ask of a parameter."""

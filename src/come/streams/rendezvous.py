@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from _thread import start_new_thread
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,13 +62,13 @@ class Rendezvous:
             return [jobs[0]()]
         found: dict[int, T] = {}
         errors: list[BaseException] = []
-        settings = _Settings()
+        settings = _settings()
         self._answers = [SimpleQueue() for _ in jobs]
 
         def work(number: int) -> None:
             _here.meeting = self, number
             try:
-                with settings:
+                with settings():
                     found[number] = jobs[number]()
             except BaseException as error:
                 errors.append(error)
@@ -117,26 +118,23 @@ class Rendezvous:
         return answer[0]
 
 
-class _Settings:
-    """What torch keeps for each thread, as it is here; for another one, as a context."""
+def _settings() -> Callable[[], AbstractContextManager[None]]:
+    """What torch keeps for each thread, as it is here: a context for other ones."""
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda_stream = torch.cuda.current_stream() if cuda else None
+    kinds = [kind for kind in ("cuda", "cpu") if (cuda or kind == "cpu") and torch.is_autocast_enabled(kind)]
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
 
-    def __init__(self) -> None:
-        self._cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.current_stream() if self._cuda else None
-        kinds = ("cuda", "cpu") if self._cuda else ("cpu",)
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-        self._local = threading.local()
+    @contextmanager
+    def same() -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            if cuda_stream is not None:
+                stack.enter_context(torch.cuda.stream(cuda_stream))
+            yield
 
-    def __enter__(self) -> None:
-        self._local.entered = [torch.autocast(kind, dtype, enabled=on) for kind, dtype, on in self._autocast if on]
-        if self._stream is not None:
-            self._local.entered.append(torch.cuda.stream(self._stream))
-        for one in self._local.entered:
-            one.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for one in reversed(self._local.entered):
-            one.__exit__(*error)
+    return same
 
 
 _here = threading.local()

@@ -119,7 +119,8 @@ def _trajectory(make: MethodFactory, model: nn.Module) -> tuple[Tensor, Tensor]:
     answers, weights = [], []
     for x in batches(4):
         answers.append(adapter(x.double()).softmax(dim=1))
-        weights.append(torch.cat([value.flatten() for value in adapter.adapted_parameters.values()]))
+        adapted = [value.flatten() for value in adapter.adapted_parameters.values()]
+        weights.append(torch.cat([torch.zeros(1), *adapted]))  # some methods adapt none
     return torch.stack(answers), torch.stack(weights)
 
 
