@@ -39,7 +39,7 @@ GIVEN = frozenset({"objective", "source", "normalization", "seed"})
 SEGMENTATION: Mapping[str, Any] = {
     "model": "scenes-unet-bn",
     "data": "scenes",
-    "methods": ("source", "norm", "tent", "cotta", methods.DEFAULT),
+    "methods": ("source", "norm", "tent", "cotta", methods.DEFAULT, f"norm:{BARE}", f"tent:{BARE}"),
     "batch_size": 1,
 }
 """What a plan has by default where each pixel gets a class: batches of one image, as in the field."""
@@ -52,6 +52,12 @@ QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if gro
 
 FASHION_OUTLIERS = ("fashion-outliers:near", "fashion-outliers:far")
 STREAMS = "Names or groups (noise, blur, weather, digital, extra); by default the setting's own, or one of each group."
+
+
+def _for(guard: bool, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a plan with or without a guard: without, each method once."""
+    specs = chosen.get("methods", ())
+    return {**chosen, **({"methods": tuple(s for s in specs if guard or not parse_method(s)[2])} if specs else {})}
 
 
 class Plan(Knobs):
@@ -83,7 +89,7 @@ class Plan(Knobs):
             return values  # which the type of the field refuses
         setting = settings.get(values.get("setting", "standard"))
         dense = values.get("task") == "segmentation"
-        filled: dict[str, Any] = dict(SEGMENTATION if dense else {}) | {
+        filled: dict[str, Any] = (_for(values.get("guard", True), SEGMENTATION) if dense else {}) | {
             "severity": setting.severity,
             "corruptions": QUICK if setting.corruptions is None else setting.corruptions,
         }
@@ -215,10 +221,7 @@ def preset(name: str, guard: bool = True) -> dict[str, Any]:
     """What a preset changes of the default plan; without a guard, each method once."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
-    chosen = dict(PRESETS[name][1])
-    if not guard and "methods" in chosen:
-        chosen["methods"] = tuple(spec for spec in chosen["methods"] if not parse_method(spec)[2])
-    return chosen
+    return _for(guard, PRESETS[name][1])
 
 
 def named(found: Mapping[str, Any], where: str) -> dict[str, Any]:
