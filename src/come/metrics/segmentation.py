@@ -230,7 +230,7 @@ def binned_accuracy(bins: Tensor, coverage: float) -> float:
     count, right = bins[bins[:, 0] > 0][:, :2].double().flip(0).T
     if not len(count):
         return 1.0
-    k = max(1, math.ceil(coverage * count.sum().item() - 1e-9))
+    k = max(1, math.ceil(coverage * float(count.sum()) - 1e-9))
     at = int(torch.searchsorted(count.cumsum(dim=0), k))
     before = count[:at].sum().item()
     return float(right[:at].sum() + (k - before) * right[at] / count[at]) / k
