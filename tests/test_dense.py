@@ -553,6 +553,12 @@ def test_one_position_is_calibrated_as_a_classifier():
         assert dense.calibrate([(x, y[:, None, None]) for x, y in data], **how) == flat.calibrate(data, **how)
 
 
+def test_ignored_labels_of_a_classifier_do_not_count():
+    data = [(x, torch.tensor([0, 1, 255, 255])) for x in images(40)]
+    promise = come.adapt(Vector(), "source").calibrate(data, risk=0.9, ignore_index=255)
+    assert promise.samples == 80
+
+
 # ---- states, streams, exports, compiled, memory ----
 
 
@@ -609,6 +615,23 @@ def test_exported(tmp_path):
     adapter.export(tmp_path / "model.pt2", x)
     alone = torch.export.load(tmp_path / "model.pt2").module()
     torch.testing.assert_close(alone(x), adapter.predict(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_mixed_statistics_are_half_of_one_image():
+    """From the first batch on, whose positions nobody has seen before."""
+    (x,) = images(1, 1)
+    model = Segmenter("batch").eval()
+    mixed = come.adapt(model, "norm", guard=False, statistics="mixed")(x)
+    first, layer = model.blocks[0](x), model.blocks[1]
+    mean = (layer.running_mean + first.mean(dim=(0, 2, 3))) / 2
+    var = (layer.running_var + first.var(dim=(0, 2, 3), correction=0)) / 2
+    z = F.batch_norm(first, mean, var, layer.weight, layer.bias, eps=layer.eps)
+    second, layer = model.blocks[3](F.silu(z)), model.blocks[4]
+    mean = (layer.running_mean + second.mean(dim=(0, 2, 3))) / 2
+    var = (layer.running_var + second.var(dim=(0, 2, 3), correction=0)) / 2
+    z = F.silu(F.batch_norm(second, mean, var, layer.weight, layer.bias, eps=layer.eps))
+    torch.testing.assert_close(mixed, model.head(z.movedim(1, -1)).movedim(-1, 1).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_compiled(compiler):

@@ -410,9 +410,9 @@ def scored(
             flat = None if bad_answer is None else bad_answer.flatten(1)
             scores.append(abstain_by_image.sampled(score.flatten(1), counted.flatten(1), flat, generator))
             continue
-        scores.append(score.flatten())
+        scores.append(score[counted])
         if bad_answer is not None:
-            wrong.append(bad_answer.flatten())
+            wrong.append(bad_answer[counted])
     if not scores:
         raise InputError("data must hold at least one batch, got none (an exhausted iterator?)")
     return torch.cat(scores), torch.cat(wrong) if wrong else None

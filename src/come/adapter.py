@@ -396,7 +396,8 @@ class Adapter(Lifecycle, LikeModel):
         resting = state.watch is not None and engine.resting(state.watch)
         frozen = Frozen(engine.transition.source) if resting else self.method.frozen(engine.context(state, 1))
         own = engine.flags(state).trusted and not resting
-        return exporting.standalone(engine.model, frozen, engine.transition.rule_of_statistics if own else "source")
+        rule = engine.transition.rule_of_statistics if own else "source"
+        return exporting.standalone(engine.model, frozen, rule, engine.transition.prior)
 
     def __repr__(self) -> str:
         """Method, objective, what adapts and at which learning rate."""

@@ -19,7 +19,6 @@ from come.model.copies import replaced
 from come.model.functional import FunctionalModel
 from come.model.inputs import Inputs, at_least_float32, logits_of, unchecked_logits
 from come.state.files import replacing, unwritable
-from come.step.transition import PRIOR
 
 KINDS = (".pt2", ".onnx")
 
@@ -27,27 +26,27 @@ KINDS = (".pt2", ".onnx")
 class OnBatch(nn.Module):
     r"""A BatchNorm layer that normalizes by its batch, as `Adapter.predict` does, for any batch size.
 
-    .. math:: \mu = (1 - s) \mu_0 + s \mu_B, \quad \sigma^2 = (1 - s) \sigma_0^2 + s \sigma_B^2, \quad s = \frac{n}{n + 16}
+    .. math:: \mu = (1 - s) \mu_0 + s \mu_B, \quad \sigma^2 = (1 - s) \sigma_0^2 + s \sigma_B^2, \quad s = \frac{n}{n + m}
 
-    with the source's statistics 0, those of the batch B, and n samples; s = 1 for the rule "batch". A batch with one value per
+    with the source's statistics 0, those of the batch B, n samples, and m for the source. A batch with one value per
     channel is normalized by the source's statistics. There is no branch on the size, so one graph fits all.
 
     Args:
         norm: the layer, with the source's running statistics.
-        rule: "batch" or "mixed".
+        prior: m, 0 for the statistics of the batch alone.
 
     Example:
         >>> norm = nn.BatchNorm1d(1, affine=False).eval()
-        >>> OnBatch(norm, "batch")(torch.tensor([[1.0], [3.0]])).flatten().round(decimals=3)
+        >>> OnBatch(norm, 0)(torch.tensor([[1.0], [3.0]])).flatten().round(decimals=3)
         tensor([-1.,  1.])
     """
 
     mean: Tensor | None
     var: Tensor | None
 
-    def __init__(self, norm: nn.BatchNorm2d, rule: StatisticsRule) -> None:
+    def __init__(self, norm: nn.BatchNorm2d, prior: int) -> None:
         super().__init__()
-        self.prior = PRIOR if rule == "mixed" else 0
+        self.prior = prior
         self.eps = norm.eps
         self.register_buffer("mean", norm.running_mean)
         self.register_buffer("var", norm.running_var)
@@ -87,8 +86,11 @@ class _Logits(nn.Module):
         return logits
 
 
-def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) -> nn.Module:
-    """A copy of the model with the weights, statistics and head of `frozen`, and with BatchNorm by that rule."""
+def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule, prior: int) -> nn.Module:
+    """A copy of the model with the weights, statistics and head of `frozen`, and with BatchNorm by that rule.
+
+    `prior`: for how many samples the source's statistics count in "mixed".
+    """
     model = copy.deepcopy(borrowed.model)
     known = dict(model.named_parameters(remove_duplicate=False))
     for name, value in borrowed.named(frozen.weights).items():
@@ -109,7 +111,7 @@ def standalone(borrowed: FunctionalModel, frozen: Frozen, rule: StatisticsRule) 
             mean, var = frozen.statistics[number]
             norm.running_mean, norm.running_var = mean.to(norm.running_mean), var.to(norm.running_var)
         elif rule != "source":
-            model = replaced(model, norm, OnBatch(norm, rule))
+            model = replaced(model, norm, OnBatch(norm, prior if rule == "mixed" else 0))
     for module in model.modules():
         module.training = False
     return model

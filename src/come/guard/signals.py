@@ -132,7 +132,7 @@ def observe(
     ok = ok & (counts[1] == 0)  # not the method's fault, but nothing may be learned from it
     chances = counts.new_zeros(1)
     if closely:
-        chances = torch.stack([_probabilities(at_least_float32(logits[cut])) for cut in parts(logits)]).all()[None]
+        chances = torch.stack([_probabilities(at_least_float32(part)) for (part,) in parts(logits)]).all()[None]
     rows = valid & by_position(usable, positions) if positions else usable
     return usable, ok, torch.cat([ok[None], counts, chances, measure(objective, logits, rows, weights, source)])
 
@@ -144,7 +144,7 @@ def _probabilities(z: Tensor) -> Tensor:
 def measure(objective: Objective, logits: Tensor, usable: Tensor, weights: Tensor, source: Tensor) -> Tensor:
     """The six signals of a batch, (6,) float64, on the device: means over the `usable` rows; arguments as in `observe`."""
     count = usable.sum().clamp_min(1)
-    found = [_sums(objective, at_least_float32(logits[cut]), usable[cut]) for cut in parts(logits)]
+    found = [_sums(objective, at_least_float32(z), mine) for z, mine in parts(logits, usable)]
     means, sure = found[0] if len(found) == 1 else map(sum, zip(*found, strict=True))
     most = votes(logits, usable).max() / count
     distance = torch.linalg.vector_norm(weights - source)

@@ -134,9 +134,9 @@ def _believed(judge: Tensor, labels_of: Tensor, usable: Tensor) -> Tensor:
     counts = usable & answered(judge) & answered(labels_of)
     labels = labels_of.argmax(dim=1, keepdim=True)
     found = []
-    for cut in parts(judge):
-        q = at_least_float32(judge[cut].nan_to_num(0)).softmax(dim=1).gather(1, labels[cut])
-        found.append(torch.where(counts[cut], q.squeeze(1), 0).double().sum())
+    for z, label, counted in parts(judge, labels, counts):
+        q = at_least_float32(z.nan_to_num(0)).softmax(dim=1).gather(1, label)
+        found.append(torch.where(counted, q.squeeze(1), 0).double().sum())
     return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 

@@ -8,7 +8,7 @@ so that beside the logits and their gradient no tensor of that size is held.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def by_sample(values: Tensor, samples: int, positions: tuple[int, ...]) -> Tenso
     >>> by_sample(torch.zeros(40, 3), 2, (4, 5)).shape
     torch.Size([2, 4, 5, 3])
     """
-    return values.unflatten(0, (samples, *positions)) if positions else values
+    return torch.unflatten(values, 0, (samples, *positions)) if positions else values
 
 
 def by_position(values: Tensor, positions: tuple[int, ...]) -> Tensor:
@@ -86,6 +86,8 @@ class Located:
 
     def rows(self, logits: Tensor) -> Tensor:
         """Logits (B, K, *P) as rows (N, K)."""
+        if logits.ndim == 2 and self.shape == ():
+            return logits
         positions = tuple(logits.shape[2:])
         if positions != self.shape:
             self._locate(positions, logits.shape[1])
@@ -110,14 +112,18 @@ def _listed(positions: tuple[int, ...]) -> str:
     return ", ".join(map(str, positions))
 
 
-def parts(rows: Tensor) -> Iterator[slice]:
-    """Divides rows (N, K) so that no part has many more than `PART` entries; one part where there are few."""
-    if len(rows) <= FEW_ROWS or rows.numel() <= PART:
-        yield slice(None)
-        return
+def cuts_of(rows: Tensor) -> list[slice]:
+    """Where to cut rows (N, K) so that no part has more than `PART` entries; nothing where there are few."""
+    if rows.numel() <= PART or len(rows) <= FEW_ROWS:
+        return []
     size = max(1, PART // rows.shape[1])
-    for begin in range(0, len(rows), size):
-        yield slice(begin, begin + size)
+    return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
+
+
+def parts(*rows: Tensor) -> list[tuple[Tensor, ...]]:
+    """Tensors (N, ...) in parts; the first decides how many."""
+    cuts = cuts_of(rows[0])
+    return [tuple(values[cut] for values in rows) for cut in cuts] if cuts else [rows]
 
 
 def by_rows(function: Callable[..., Tensor], *logits: Tensor) -> Tensor:
@@ -140,8 +146,8 @@ def in_parts(function: Callable[..., tuple[Tensor, Tensor]], *rows: Tensor) -> t
 
     The first tensor decides how many parts there are.
     """
-    cuts = list(parts(rows[0]))
-    if len(cuts) == 1:
+    cuts = cuts_of(rows[0])
+    if not cuts:
         return function(*rows)
     if torch.is_grad_enabled() and any(values.requires_grad for values in rows):
         found: tuple[Tensor, Tensor] = _InParts.apply(function, cuts, *rows)

@@ -28,8 +28,9 @@ from come.model.positions import by_position, by_sample, everywhere
 from come.optim import Moments, Rule, chosen
 from come.seeds import derived_seed
 
-PRIOR = 16
-"""How many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020)."""
+PRIOR, DENSE_PRIOR = 16, 1
+"""How many samples the source's BatchNorm statistics count for in `statistics="mixed"` (Schneider et al., 2020), and how many
+images where the answer has positions: one has many objects, and batches of one are common."""
 
 
 T = TypeVar("T")
@@ -195,7 +196,11 @@ class Transition:
             valid = valid.to(given.weights.device)
         else:
             valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
-        return self.context(flags, given, valid, run, ignore), x, history
+        ctx = self.context(flags, given, valid, run, ignore)
+        if isinstance(ctx.share, Tensor) and "dense" not in self.fixed:
+            ctx.classes(x)
+            ctx.share = self._share(valid, flags.trusted)
+        return ctx, x, history
 
     def _remembering(self, given: StepInput, ctx: Context, x: Inputs) -> StepInput:
         """With a memory, also in the context; the first batch makes one."""
@@ -283,6 +288,7 @@ class Transition:
     ) -> tuple[Tensor, Tensor]:
         """What the source check has found so far, and the logits to return: those of the model to be trusted."""
         same, batch = source, None
+        self.fixed.setdefault("dense", ctx.dense)
         share = self._share(ctx.samples, trusted=True)
         if share is not None:
             with self.model.as_it_is():
@@ -357,14 +363,19 @@ class Transition:
         return self.guard is not None and self.rule_of_statistics == "mixed"
 
     def _share(self, valid: Tensor, trusted: bool) -> Tensor | float | None:
-        """Of the batch's statistics: n/(n + 16) for n valid samples."""
+        """Of the batch's statistics: n/(n + 16) for n valid samples, n/(n + 1) for n images with positions."""
         rule = self.rule_of_statistics
         if rule == "source" or not trusted:
             return None
         if rule == "batch":
             return 1.0
         count = valid.sum()
-        return count / (count + PRIOR)
+        return count / (count + self.prior)
+
+    @property
+    def prior(self) -> int:
+        """How many samples the source's statistics count for in "mixed"."""
+        return DENSE_PRIOR if self.fixed.get("dense") else PRIOR
 
 
 def kept(

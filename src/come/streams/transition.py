@@ -174,7 +174,7 @@ class StackedModel(FunctionalModel):
             tracked = torch.is_grad_enabled()
             do, given = partial(self._called, tracked), (flat, weights[1], GroupRows(n, rule, flat.size))
             logits: Tensor = ask(CALL if tracked else BARE_CALL, _kind(flat), do, given)
-            return logits.unflatten(0, (n, -1))
+            return torch.unflatten(logits, 0, (n, -1))
 
         return outside(do, weights, *tensors, *shares.values())
 
