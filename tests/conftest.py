@@ -69,6 +69,7 @@ class Build:
         "rotta": {"capacity": 8, "every": 10},
         "t3a": {"supports": 3},
         "tea": {"dreams": 2, "buffer": 20},
+        "tpt": {"views": 3, "keep": 0.7},
     }
 
     def __call__(self, model, method, objective="come", **more):

@@ -20,13 +20,23 @@ DOES_NOT_APPLY: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("norm", "does_what_it_declares"): ("a model without BatchNorm has nothing that it changes", NO_BATCH_NORM),
     **{
         (method, "an_export_predicts"): ("its answers are more than weights: `Method.unexported`", ALL)
-        for method in ("lame", "foa", "memo")
+        for method in ("lame", "foa", "memo", "tda", "tpt")
     },
     **{
         (method, "an_unreliable_batch_moves_nothing"): (reason, ALL)
         for methods, reason in {
-            ("source", "norm", "lame", "t3a", "neo"): "no weight ever moves",
-            ("tent", "steady", "adadem", "zerosiam", "tea", "cotta", "memo", "foa"): "every valid sample is used",
+            ("source", "norm", "lame", "t3a", "neo", "tda"): "no weight ever moves",
+            (
+                "tent",
+                "steady",
+                "adadem",
+                "zerosiam",
+                "tea",
+                "cotta",
+                "memo",
+                "foa",
+                "tpt",
+            ): "every valid sample is used",
             ("rotta",): "steps are taken on a memory of samples",
             ("roid",): "samples are weighed against each other",
         }.items()

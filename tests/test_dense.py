@@ -71,7 +71,7 @@ ARGUMENTS = {
     "norm": {},
     "source": {},
 }
-VECTORS_ONLY = {name: {} for name in ("t3a", "lame", "memo", "tea", "deyo", "zerosiam", "asr", "neo")}
+VECTORS_ONLY = {name: {} for name in ("t3a", "lame", "memo", "tea", "deyo", "zerosiam", "asr", "neo", "tpt", "tda")}
 VECTORS_ONLY |= {"steady:prior_correction=true": {}, "roid": {}}
 
 

@@ -11,7 +11,7 @@ import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted((DOCS / "gallery").glob("*.py"))
-NEEDS = {"to_onnx": ("onnxruntime", "onnx", "onnxscript")}
+NEEDS = {"to_onnx": ("onnxruntime", "onnx", "onnxscript"), "typos": ("transformers",)}
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -405,7 +405,7 @@ def test_a_model_of_open_clip_for_the_benchmark(tmp_path, monkeypatch):
 # ---- the page, and the examples in the docstrings ----
 
 
-@pytest.mark.parametrize("name", ["lightning", "log", "open_clip", "torchmetrics"])
+@pytest.mark.parametrize("name", ["lightning", "log", "open_clip", "torchmetrics", "transformers"])
 def test_the_examples_in_the_docstrings(name):
     pytest.importorskip({"lightning": "lightning.pytorch", "log": "tensorboard"}.get(name, name))
     failed, tried = doctest.testmod(import_module(f"come.integrations.{name}"))

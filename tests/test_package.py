@@ -49,7 +49,7 @@ def test_importing_come_imports_no_more_than_it_needs():
     """The other modules are imported when they are asked for."""
     done = run(
         "import sys, come\n"
-        "for name in ('testing', 'corruptions', 'bench'):\n"
+        "for name in ('testing', 'corruptions', 'episodic', 'zero_shot', 'bench'):\n"
         "    assert f'come.{name}' not in sys.modules and name in dir(come), name\n"
         "    assert getattr(come, name) is sys.modules[f'come.{name}'], name\n"
         "    if name == 'testing':\n"
@@ -84,15 +84,8 @@ def test_other_names_are_no_attributes():
 ROOMS = {"images", "model", "state", "step", "streams"}  # folders whose modules have a place each
 LAYERS = [
     ["errors", "seeds", "state.trees", "streams.rendezvous", "model.locks", "version"],
-    [
-        "images.augment",
-        "images.geometry",
-        "images.normalization",
-        "model.heads",
-        "model.inputs",
-        "model.interface",
-        "optim",
-    ],
+    ["images.augment", "images.geometry", "images.normalization", "model.heads", "model.inputs", "model.interface"],
+    ["optim", "zero_shot"],
     ["corruptions", "model.positions", "registry", "select", "state.files", "state.hub", "theory"],
     ["model.batchnorm", "model.parameters", "objectives", "streams.names"],
     ["abstain_by_image", "guard", "metrics", "model.ranks", "streams.norms"],
@@ -104,7 +97,7 @@ LAYERS = [
     ["step.engine"],
     ["step.lifecycle", "streams.groups", "streams.store"],
     ["adapter", "fleet"],
-    ["integrations", "serve", "testing"],
+    ["episodic", "integrations", "serve", "testing"],
     ["bench"],
     ["__main__"],
 ]

@@ -250,8 +250,8 @@ def test_cells_as_streams_of_a_fleet_give_the_same_numbers(ran, tmp_path):
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"task": "segmentation", "setting": "imbalanced"}, ConfigError, "needs a label for each image"),
-        ({"task": "segmentation", "setting": "open-world"}, ConfigError, "needs a label for each image"),
+        ({"task": "segmentation", "setting": "imbalanced"}, ConfigError, "is for one label for each image"),
+        ({"task": "segmentation", "setting": "open-world"}, ConfigError, "is for one label for each image"),
         (
             {"task": "segmentation", "data": "fashion"},
             InputError,

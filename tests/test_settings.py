@@ -46,7 +46,7 @@ def streams(name, outliers_size=None, **changes):
 def test_names_in_the_papers_order():
     assert settings.names() == [
         "standard", "lifelong", "open-world", "imbalanced", "mixed", "in-distribution", "natural", "gradual", "changing",
-        "recurring", "small-batches",
+        "recurring", "small-batches", "episodic", "episodic-natural",
     ]  # fmt: skip
 
 

@@ -65,7 +65,15 @@ __all__ = [
     "theory",
 ]
 
-_LATER = {"bench": "bench", "corruptions": "", "metrics": "", "serve": "serve", "testing": ""}
+_LATER = {
+    "bench": "bench",
+    "corruptions": "",
+    "episodic": "",
+    "metrics": "",
+    "serve": "serve",
+    "testing": "",
+    "zero_shot": "",
+}
 """Modules that are imported when they are first asked for, and the extra that they need."""
 
 

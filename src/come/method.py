@@ -25,11 +25,12 @@ from come.model.functional import FunctionalModel
 from come.model.heads import Head
 from come.model.inputs import Inputs
 from come.model.positions import Located, anywhere
+from come.model.positions import masked_mean as masked_mean
 from come.objectives import Objective
 from come.optim import Moments, OptimizerFactory, Rule, adam, chosen, descended, sgd, still_finite
 from come.registry import Registry
 from come.registry import converted as converted
-from come.select import Selector, norm_affine
+from come.select import Selector, named, norm_affine
 
 
 class Step(NamedTuple):
@@ -60,17 +61,6 @@ class Frozen(NamedTuple):
     """Name and new bias (K,) of the linear layer that gives the logits; it keeps its weights."""
 
 
-def masked_mean(values: Tensor, used: Tensor) -> Tensor:
-    """Mean of `values` (N, ...) over the rows in `used` (N,); 0, with a zero gradient, if there are none.
-
-    Example:
-        >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
-        tensor(1.5000)
-    """
-    mask = used if values.ndim == 1 else used.view(-1, *[1] * (values.ndim - 1))
-    return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
-
-
 Written = tuple[Tensor, Tensor, Tensor]
 """An entry of a method's memory, the rows of it that were overwritten, and what was in them."""
 
@@ -97,6 +87,7 @@ class Context(Located):
         count: int | None,
         seeded: Callable[[], torch.Generator],
         share: Tensor | float | None = None,
+        dense_share: Tensor | float | None = None,
         guarded: bool = False,
         few: bool = False,
         written: list[Written] | None = None,
@@ -121,7 +112,7 @@ class Context(Located):
         """0-d: the learning rate of this step."""
         self._count = count
         self._seeded = seeded
-        self.share = share
+        self.share, self._dense_share = share, dense_share
         """Of the batch's statistics in what BatchNorm normalizes by; None: the source's alone."""
         self.ok = torch.ones((), dtype=torch.bool, device=valid.device)
         """0-d bool: whether every gradient and update so far was finite."""
@@ -186,7 +177,14 @@ class Context(Located):
             sparing: without a gradient if few samples will need one, see `again`.
         """
         with torch.no_grad() if sparing and self.few and self.separate else nullcontext():
-            return self.rows(self.maps(x, weights, statistics=statistics, hooks=hooks, size=size))
+            rows = self.rows(self.maps(x, weights, statistics=statistics, hooks=hooks, size=size))
+            if "dense" not in self.fixed:  # the first logits that anybody has seen
+                self.fixed["dense"] = self.dense
+                if self.dense:
+                    self.share = self._dense_share
+                    if statistics == "own":
+                        rows = self.rows(self.maps(x, weights, hooks=hooks, size=size))
+            return rows
 
     def maps(
         self,
@@ -251,7 +249,6 @@ class Context(Located):
         if "classes" not in self.fixed:
             with torch.no_grad():
                 self.fixed["classes"] = self.forward(x, statistics=None).shape[1]
-            self.fixed["dense"] = self.dense
         found: int = self.fixed["classes"]
         return found
 
@@ -337,7 +334,8 @@ class Method(ABC):
 
     Args:
         objective: a name (`come.objectives.names()`) or an `Objective`.
-        select: a function from the model to a dict of the parameters to adapt, by name, whether or not they require gradients.
+        select: a function from the model to a dict of the parameters to adapt, by name, whether or not they require gradients;
+            or a name of `come.select.NAMED`, such as "head".
         lr: learning rate; None is the method's default, the paper's where there is one: for Tent 1e-3 x batch/64 for models
             with LayerNorm, GroupNorm and the like, 2.5e-4 for models with BatchNorm (x batch/32 for batches below 32).
         optimizer: "sgd", "adam", `come.optim.sgd(momentum=0.5)`, or a function (parameters, lr) -> torch optimizer.
@@ -395,6 +393,8 @@ class Method(ABC):
     """Why its batches cannot be divided over ranks, if so."""
     unexported: ClassVar[str] = ""
     """Why no exported model can give its answers, if so; see `Adapter.export`."""
+    alone: ClassVar[bool] = False
+    """Whether it answers each sample by itself, from views of it that it makes."""
     once: ClassVar[tuple[str, ...]] = ("source",)
     """Arguments that only `setup` uses; they are not kept."""
 
@@ -408,6 +408,7 @@ class Method(ABC):
     statistics: StatisticsRule | None = None
 
     def __post_init__(self) -> None:
+        self.select = named(self.select)
         limit = "a positive number, or None for the default"
         require(
             self.lr is None or (require_number("lr", self.lr, limit) and 0 < self.lr < torch.inf), "lr", self.lr, limit

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from come.errors import require
+from come.errors import require, unknown
+from come.model.heads import Head
 
 Selector = Callable[[nn.Module], dict[str, nn.Parameter]]
 """Takes a model, returns the parameters to adapt by name, in the model's order."""
@@ -173,3 +174,45 @@ class nothing:  # noqa: N801
     def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """No parameter."""
         return {}
+
+
+@dataclass(frozen=True)
+class head:  # noqa: N801
+    """Select the weight of the linear layer that gives the logits: one vector for each class.
+
+    In a zero-shot classifier (`come.zero_shot`) these are the prototypes, the embedded names of the classes.
+
+    Args:
+        layer: the layer's name; None finds it.
+
+    Example:
+        >>> list(head()(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))))
+        ['2.weight']
+    """
+
+    layer: str | None = None
+
+    def __call__(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """That weight by name."""
+        found = Head(model, self.layer)
+        return {f"{found.name}.weight" if found.name else "weight": found.linear.get_parameter("weight")}
+
+
+NAMED: dict[str, Callable[[], Selector]] = {
+    kind.__name__: kind for kind in (norm_affine, head, layers, everything, nothing)
+}
+"""Selectors by name, for the command line: `come bench --methods tent:select=head`."""
+
+
+def named(select: str | Selector) -> Selector:
+    """The selector of that name, or the selector itself.
+
+    Example:
+        >>> named("head")
+        head(layer=None)
+    """
+    if not isinstance(select, str):
+        return select
+    if select not in NAMED:
+        raise unknown("selector", select, NAMED)
+    return NAMED[select]()

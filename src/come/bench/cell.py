@@ -114,6 +114,7 @@ class Knobs(Description):
         None, "Imbalanced: how many times likelier a class is in its part; else infinitely."
     )
     rounds: int = knob(1, "Lifelong: how often through all corruptions.", ge=1, le=10**4)
+    views: Annotated[int, Field(ge=2, le=1000)] | None = knob(None, "Episodic: views of each image; by default 64.")
     guard: bool = knob(
         True,
         "With the guard, as come.adapt deploys methods, or bare, as they were published. One of them: tent:bare.",
@@ -146,7 +147,7 @@ class Knobs(Description):
 BARE = "bare"
 """Behind the name of a method: without the guard."""
 
-LATER = ("images", "total", "edition", "classes", "task")
+LATER = ("images", "total", "edition", "classes", "task", "views")
 """Fields that came later: with their default they are no part of a cell's key, or of a plan's name."""
 
 

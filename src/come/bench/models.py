@@ -32,6 +32,7 @@ from come.errors import ConfigError, ModelError, one_line, require, shown, unkno
 from come.model.heads import Head
 from come.model.inputs import logits_of
 from come.registry import parse
+from come.zero_shot import Prototypes
 
 NORMALIZATIONS: dict[str, tuple[tuple[float, ...], tuple[float, ...]] | None] = {
     "model": None,
@@ -394,7 +395,7 @@ def _narrowed(model: Model, classes: Tensor) -> nn.Module | None:
     except ModelError:
         return None
     layer = head.linear
-    if type(layer) is not nn.Linear or layer.out_features != model.num_classes:
+    if type(layer) not in (nn.Linear, Prototypes) or layer.out_features != model.num_classes:
         return None
     places = classes.to(layer.weight.device)
     layer.out_features = len(classes)

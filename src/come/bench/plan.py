@@ -114,10 +114,10 @@ class Plan(Knobs):
             raise ConfigError(
                 f"the {self.setting} setting needs outliers for {self.data!r}: give --outliers, e.g. folder:textures"
             )
-        if self.task == "segmentation" and setting.labels:
-            fitting = [name for name in settings.names() if not settings.get(name).labels]
+        if self.task == "segmentation" and (setting.labels or setting.alone):
+            fitting = [name for name in settings.names() if not (settings.get(name).labels or settings.get(name).alone)]
             raise ConfigError(
-                f"the {self.setting} setting needs a label for each image, which segmentation does not have; choose --setting "
+                f"the {self.setting} setting is for one label for each image, not for segmentation; choose --setting "
                 f"{', '.join(fitting[:-1])} or {fitting[-1]}"
             )
         for name in self.objectives or ():

@@ -181,9 +181,13 @@ class Protocol(Description):
             if not normal
             else f"Inputs are normalized by mean ({normal[0]}) and std ({normal[1]}).",
             f"In the {plan.setting} setting ({setting.summary.partition(';')[0]}) there are {len(shifts)} corruptions of "
-            f"severity {plan.severity}: {', '.join(shifts)}.",
-            f"Each has all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
-            f"The metric is the {metric}, averaged over the {len(shifts)} parts with equal weights.",
+            f"severity {plan.severity}: {', '.join(shifts)}. Each has"
+            if shifts
+            else f"In the {plan.setting} setting the stream has",
+            f"all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
+            f"The metric is the {metric}, averaged over the {len(shifts)} parts with equal weights."
+            if shifts
+            else f"The metric is the {metric}.",
             "There is no number for the model without adaptation yet."
             if self.no_adapt is None
             else f"The model without adaptation must reach {self.expected}.",
@@ -273,7 +277,7 @@ def register(protocol: Protocol) -> Protocol:
 def _filled() -> Registry[Protocol]:
     """All protocols; ours are made when they are first asked for, since a plan asks for settings that packages bring.
 
-    Ours, in protocols.json, run the paper's corruptions, and methods as they were published, without a guard.
+    Ours, in protocols.json, run the paper's corruptions, if any, and methods as they were published, without a guard.
     """
     if _registry.loaded():
         return _registry
@@ -283,7 +287,10 @@ def _filled() -> Registry[Protocol]:
             measured = embedded_facts(about["plan"].get("model", next(iter(EMBEDDED))))
             about["images"] = len(FashionSource())
             about |= {"weights_sha256": measured.get("sha256"), "no_adapt": measured.get("no_adapt")}
-        plan = Plan(**{"guard": False, "corruptions": corruptions.names("standard")} | about.pop("plan"))
+        fixed = {"guard": False} | about.pop("plan")
+        if settings.get(fixed.get("setting", "standard")).corruptions is None:
+            fixed["corruptions"] = corruptions.names("standard")
+        plan = Plan(**fixed)
         if name not in _registry.loaded():  # a package may have asked meanwhile
             _registry.add(name, Protocol(name=name, plan=plan, **about))
     return _registry

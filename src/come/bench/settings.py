@@ -58,6 +58,8 @@ class Setting:
     """Fields of a plan that mean nothing here."""
     labels: bool = False
     """Whether it needs a label for each image: it sorts by them, or mixes in images without one."""
+    alone: bool = False
+    """Whether each sample is answered by itself, from views of it: see `come.episodic`."""
     edition: int = 1
     """Raise it when the streams change: results of the old ones are then not taken for results of the new ones."""
 
@@ -271,6 +273,7 @@ NO_RECOVERY = {"sar": {"recover_below": 0.0}}
 """The paper switches SAR's recovery off where the model is never reset."""
 
 OPEN_WORLD = frozenset({"outliers", "outlier_ratio"})
+VIEWS = frozenset({"views"})
 
 for _setting in (
     Setting("standard", "each corruption by itself, from the source model", _standard),
@@ -291,5 +294,9 @@ for _setting in (
     Setting("recurring", "a tenth of each at a time, ten times, never reset", _recurring, "", NO_RECOVERY),
     Setting("small-batches", "standard with batches of 64, 16, 4, 2 and 1", _small_batches,
             ignores=frozenset({"batch_size"})),
+    Setting("episodic", "each image by itself: adapt to --views views of it, answer, forget", _standard,
+            reads=VIEWS, ignores=frozenset({"batch_size"}), alone=True),
+    Setting("episodic-natural", "the same for images that are shifted already", _natural, "", corruptions=(), reads=VIEWS,
+            ignores=frozenset({"batch_size", "corruptions", "severity"}), alone=True),
 ):  # fmt: skip
     register(_setting)

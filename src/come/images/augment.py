@@ -7,6 +7,7 @@ selected. No gradient flows through a view.
 
     jitter    small changes of colour, place and sharpness     CoTTA, RoTTA, ROID
     augmix    a crop, then mixed chains of operations          MEMO
+    crops     a crop and a flip                                TPT
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from come.errors import InputError, require, require_int
 
-__all__ = ["Augment", "augmix", "jitter", "still"]
+__all__ = ["Augment", "augmix", "crops", "jitter", "still"]
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Takes images (..., C, H, W) in [0, 1] and a generator on their device, returns a new tensor of the same shape, dtype and
@@ -158,9 +159,7 @@ class augmix:  # noqa: N801
             require_int(name, getattr(self, name), 1)
         require(self.severity <= 10, "severity", self.severity, "an integer <= 10")
         require(1e-6 <= self.alpha < math.inf, "alpha", self.alpha, "at least 1e-6 and finite")
-        pair = isinstance(self.crop, tuple) and len(self.crop) == 2 and 0 < self.crop[0] <= self.crop[1] <= 1
-        require(pair, "crop", self.crop, "a pair of shares of the area, 0 < low <= high <= 1")
-        require(0 <= self.flip <= 1, "flip", self.flip, "a probability, in [0, 1]")
+        _check_crop("crop", self.crop, self.flip)
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """One view of every image."""
@@ -168,11 +167,7 @@ class augmix:  # noqa: N801
         if x.numel() == 0:
             return images.detach().clone()
         n, slots = len(x), (self.width, self.depth, len(x))
-        if self.crop[0] < 1:
-            x = _crop(x, self.crop, generator)
-        if self.flip:
-            x = torch.where(_each(_uniform((n,), x, generator) < self.flip), x.flip(-1), x)
-
+        x = _cropped(x, self.crop, self.flip, generator)
         operation = torch.randint(len(OPERATIONS), slots, device=x.device, generator=generator)
         length = torch.randint(1, self.depth + 1, (self.width, 1, n), device=x.device, generator=generator)
         slot = torch.arange(self.depth, device=x.device).view(1, -1, 1)
@@ -189,6 +184,34 @@ class augmix:  # noqa: N801
                 chain = _operate(chain, operation[i, j], level[i, j], sign[i, j])
             mixed += _each(weight[i]) * chain
         return _like(torch.lerp(mixed, x, _each(kept)), images)
+
+
+@dataclass(frozen=True)
+class crops:  # noqa: N801
+    """A random crop, resized back to the whole, and a flip: the views of TPT.
+
+    Args:
+        share: smallest and largest share of the area, 0 < low <= high <= 1.
+        flip: probability of the flip, in [0, 1].
+
+    Example:
+        >>> images = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        >>> crops()(images.expand(8, *images.shape), torch.Generator().manual_seed(1)).shape  # 8 views of 4 images
+        torch.Size([8, 4, 3, 32, 32])
+    """
+
+    share: tuple[float, float] = (0.08, 1.0)
+    flip: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_crop("share", self.share, self.flip)
+
+    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """One view of every image."""
+        x = _flat(images, generator)
+        if x.numel() == 0:
+            return images.detach().clone()
+        return _like(_cropped(x, self.share, self.flip, generator), images)
 
 
 def _flat(images: Tensor, generator: torch.Generator) -> Tensor:
@@ -311,6 +334,21 @@ def _blur(x: Tensor, sigma: Tensor) -> Tensor:
         size = x.shape[axis]
         a, b, c, d, e = (F.pad(x, margin, mode="replicate").narrow(axis, i, size) for i in range(5))
         x = centre * c + near * (b + d) + far * (a + e)
+    return x
+
+
+def _check_crop(name: str, share: tuple[float, float], flip: float) -> None:
+    pair = isinstance(share, tuple) and len(share) == 2 and 0 < share[0] <= share[1] <= 1
+    require(pair, name, share, "a pair of shares of the area, 0 < low <= high <= 1")
+    require(0 <= flip <= 1, "flip", flip, "a probability, in [0, 1]")
+
+
+def _cropped(x: Tensor, share: tuple[float, float], flip: float, generator: torch.Generator) -> Tensor:
+    """A random part of each image, enlarged to the whole, and flipped with that probability."""
+    if share[0] < 1:
+        x = _crop(x, share, generator)
+    if flip:
+        x = torch.where(_each(_uniform((len(x),), x, generator) < flip), x.flip(-1), x)
     return x
 
 

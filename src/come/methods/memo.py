@@ -21,6 +21,7 @@ image to image, as `quirks=True` does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from come.images.normalization import MeanStd, Normalization
 from come.method import Context, Method, Step, converted, register
 from come.model.batchnorm import Statistics, batch_statistics, following
 from come.model.inputs import Inputs
+from come.objectives import Softmax
 from come.optim import OptimizerFactory, adam, sgd
 from come.select import Selector, everything
 
@@ -45,6 +47,7 @@ class MEMO(Method):
     Args:
         normalization: (mean, std) of the inputs, per channel; None if they are images in [0, 1].
         views: views of each image, at least 2.
+        keep: share of the views that is used, those with the lowest softmax entropy, in (0, 1]; at least one.
         augment: makes views of images (V, B, C, H, W) in [0, 1] from a generator; None is `come.images.augment.augmix()`.
         prior: weight of BatchNorm's source statistics, in images, at least 0; None uses them alone.
         quirks: carry the optimizer's moments from image to image, as the published code does.
@@ -64,12 +67,16 @@ class MEMO(Method):
     needs = "images"
     cost = "33f 32b"
     batch_statistics = False
+    alone = True
+    with_itself: ClassVar[bool] = False
+    """Whether the image is the first of its views."""
     paper_lr = (2.5e-4, 2.5e-4)
     scales_lr = False
     select: Selector = everything()
     optimizer: str | sgd | adam | OptimizerFactory = sgd(momentum=0.0)
     normalization: converted[MeanStd, Normalization] = converted(Normalization.of, None)
     views: int = 32
+    keep: float = 1.0
     augment: Augment | None = None
     prior: float | None = 16.0
     quirks: bool = False
@@ -78,6 +85,7 @@ class MEMO(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_int("views", self.views, 2, " (one view agrees with itself)")
+        require(0 < self.keep <= 1, "keep", self.keep, "in (0, 1]")
         good = self.prior is None or self.prior >= 0
         require(good, "prior", self.prior, ">= 0, or None for the source statistics alone")
 
@@ -96,7 +104,8 @@ class MEMO(Method):
         logits, losses = [], []
         for begin in range(0, len(images), TOGETHER):
             some = self.normalization.images(images[begin : begin + TOGETHER])
-            views = (self.augment or augmix())(some.expand(self.views, *some.shape), ctx.generator)
+            views = (self.augment or augmix())(some.expand(self.views - self.with_itself, *some.shape), ctx.generator)
+            views = torch.cat([some[None], views]) if self.with_itself else views
             views = self.normalization.inputs(views)
             for i in range(views.shape[1]):
                 answer, loss = self._one(ctx, x.take(slice(begin + i, begin + i + 1)), views[:, i])
@@ -106,7 +115,11 @@ class MEMO(Method):
 
     def _one(self, ctx: Context, x: Inputs, views: Tensor) -> tuple[Tensor, Tensor]:
         """The answer for one image (1, K), and the loss on its views."""
-        loss = self.objective.marginal_entropy(ctx.forward(x.with_image(views), statistics=self._prior(ctx)))
+        found = ctx.forward(x.with_image(views), statistics=self._prior(ctx))
+        if self.keep < 1:
+            doubt = Softmax().entropy(found.detach())
+            found = found[doubt.topk(max(1, int(self.keep * len(doubt))), largest=False).indices]
+        loss = self.objective.marginal_entropy(found)
         ctx.descend(loss)
         with torch.no_grad():
             answer = ctx.forward(x, statistics=self._prior(ctx))

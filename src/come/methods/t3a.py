@@ -118,19 +118,39 @@ class T3A(Method):
             total = state["sum"]
             new = torch.where(valid[:, None], F.normalize(at_least_float32(features), dim=1), 0)
             return {"sum": total.index_add(0, label, new.to(total))}
-        old, old_entropy = state["support"], state["entropy"]
-        classes, size = old_entropy.shape
-        # All supports in a row, by class and within a class by entropy; then the first M of each class take its places.
-        support = torch.cat([old.flatten(0, 1), features.to(old)])
-        entropy = torch.cat([old_entropy.flatten(), torch.where(valid, entropy, EMPTY).to(old_entropy)])
-        owner = torch.cat([torch.arange(classes, device=label.device).repeat_interleave(size), label])
-        order = entropy.argsort(stable=True)
-        order = order[owner[order].argsort(stable=True)]
-        owner, entropy = owner[order], entropy[order]
-        rank = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
-        kept_ones = torch.cat([torch.ones_like(old_entropy, dtype=torch.bool).flatten(), valid])[order]
-        # All that are not kept go to one more place, which is dropped.
-        place = torch.where(kept_ones & (rank < size), owner * size + rank, classes * size)
-        kept = torch.zeros(classes * size + 1, dtype=order.dtype, device=order.device).scatter(0, place, order)[:-1]
-        new_entropy = entropy.new_full((classes * size + 1,), EMPTY).scatter(0, place, entropy)[:-1]
-        return {"support": support[kept].view_as(old), "entropy": new_entropy.view(classes, size)}
+        kept, least = lowest(state["entropy"], label, torch.where(valid, entropy, EMPTY))
+        support = torch.cat([state["support"].flatten(0, 1), features.to(state["support"])])
+        return {"support": support[kept].view_as(state["support"]), "entropy": least}
+
+
+def lowest(old: Tensor, label: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """Which M entries of each class have the lowest entropy, of those that a memory holds and those of a batch.
+
+    Args:
+        old: (K, M), the entropies of the entries in memory, `EMPTY` where there is none.
+        label: (B,), the classes of the new ones.
+        entropy: (B,), their entropies, `EMPTY` for one that must not enter.
+
+    Returns:
+        places (K * M,) among the K * M old ones and the B new ones behind them, and the entropies (K, M) there; a place that
+        holds `EMPTY` holds nothing.
+
+    Example:
+        >>> old = torch.tensor([[0.5, EMPTY], [EMPTY, EMPTY]])
+        >>> lowest(old, torch.tensor([0, 0, 1]), torch.tensor([0.1, 0.9, 0.3]))[1]
+        tensor([[1.0000e-01, 5.0000e-01],
+                [3.0000e-01, 1.0000e+09]])
+    """
+    classes, size = old.shape
+    # All entries in a row, by class and within a class by entropy; then the first M of each class take its places.
+    entropy = torch.cat([old.flatten(), entropy.to(old)])
+    owner = torch.cat([torch.arange(classes, device=label.device).repeat_interleave(size), label])
+    order = entropy.argsort(stable=True)
+    order = order[owner[order].argsort(stable=True)]
+    owner, entropy = owner[order], entropy[order]
+    rank = torch.arange(len(owner), device=owner.device) - torch.searchsorted(owner, owner)
+    # Those that are not kept, the latest of equals first, go to one more place, which is dropped.
+    place = torch.where(rank < size, owner * size + rank, classes * size)
+    kept = torch.zeros(classes * size + 1, dtype=order.dtype, device=order.device).scatter(0, place, order)[:-1]
+    least = entropy.new_full((classes * size + 1,), EMPTY).scatter(0, place, entropy)[:-1]
+    return kept, least.view(classes, size)

@@ -53,6 +53,17 @@ def everywhere(rows: Tensor, positions: tuple[int, ...]) -> Tensor:
     return rows.view(-1, math.prod(positions)).all(dim=1) if positions else rows
 
 
+def masked_mean(values: Tensor, used: Tensor) -> Tensor:
+    """Mean of `values` (N, ...) over the rows in `used` (N,); 0, with a zero gradient, if there are none.
+
+    Example:
+        >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False]))
+        tensor(1.5000)
+    """
+    mask = used if values.ndim == 1 else used.view(-1, *[1] * (values.ndim - 1))
+    return torch.where(mask, values, 0).sum(dim=0) / used.sum().clamp_min(1)
+
+
 class Located:
     """Which rows of a step's logits may drive an update; where the positions are is known from its first logits.
 

@@ -196,11 +196,7 @@ class Transition:
             valid = valid.to(given.weights.device)
         else:
             valid = torch.ones(x.size, dtype=torch.bool, device=self.model.device)
-        ctx = self.context(flags, given, valid, run, ignore)
-        if isinstance(ctx.share, Tensor) and "dense" not in self.fixed:
-            ctx.classes(x)
-            ctx.share = self._share(valid, flags.trusted)
-        return ctx, x, history
+        return self.context(flags, given, valid, run, ignore), x, history
 
     def _remembering(self, given: StepInput, ctx: Context, x: Inputs) -> StepInput:
         """With a memory, also in the context; the first batch makes one."""
@@ -226,6 +222,7 @@ class Transition:
             count=run.count,
             seeded=partial(self.seed, run),
             share=self._share(valid, flags.trusted),
+            dense_share=None if "dense" in self.fixed else self._share(valid, flags.trusted, DENSE_PRIOR),
             guarded=self.guard is not None,
             few=flags.few,
             written=run.written,
@@ -288,7 +285,6 @@ class Transition:
     ) -> tuple[Tensor, Tensor]:
         """What the source check has found so far, and the logits to return: those of the model to be trusted."""
         same, batch = source, None
-        self.fixed.setdefault("dense", ctx.dense)
         share = self._share(ctx.samples, trusted=True)
         if share is not None:
             with self.model.as_it_is():
@@ -362,7 +358,7 @@ class Transition:
         """Whether the guard chooses between mixed statistics and the source's."""
         return self.guard is not None and self.rule_of_statistics == "mixed"
 
-    def _share(self, valid: Tensor, trusted: bool) -> Tensor | float | None:
+    def _share(self, valid: Tensor, trusted: bool, prior: int | None = None) -> Tensor | float | None:
         """Of the batch's statistics: n/(n + 16) for n valid samples, n/(n + 1) for n images with positions."""
         rule = self.rule_of_statistics
         if rule == "source" or not trusted:
@@ -370,7 +366,7 @@ class Transition:
         if rule == "batch":
             return 1.0
         count = valid.sum()
-        return count / (count + self.prior)
+        return count / (count + (self.prior if prior is None else prior))
 
     @property
     def prior(self) -> int:

@@ -16,6 +16,8 @@ from come.bench.inputs import Inputs
 from come.bench.machine import ALONE, Jobs, Meter
 from come.bench.measure import CellRun, UnfitError
 from come.bench.record import Failure
+from come.bench.settings import get as get_setting
+from come.episodic import Episodic
 from come.errors import ComeError, InputError, ModelError, one_line
 from come.fleet import Fleet
 from come.guard import Event, Guard
@@ -83,18 +85,26 @@ class CellRunner:
         run = self.open(cell)
         start(run)
         adapter, events = self._adapter_for(cell)
-        meter = Meter(self.device, self.jobs)
+        meter, stepper = Meter(self.device, self.jobs), self._stepper(cell, adapter)
         for batch, fresh in run:
             if fresh:
                 adapter.reset()
             try:
-                step = adapter.step(batch.images)
+                step = stepper.step(batch.images)
             except InputError as error:
                 raise UnfitError(str(error)) from error
             run.add(step, batch)
             advance(len(batch.labels))
-        lr = adapter.learning_rate(cell.batch_size) if adapter.method.descends else None
+        size = stepper.views if isinstance(stepper, Episodic) else cell.batch_size
+        lr = adapter.learning_rate(size) if adapter.method.descends else None
         return Finished(*run.record(meter, adapter.health(), events, lr), run.streams)
+
+    def _stepper(self, cell: Cell, adapter: Adapter) -> Adapter | Episodic:
+        """The adapter, or what shows it views of one image at a time."""
+        if not get_setting(cell.setting).alone:
+            return adapter
+        normalization = self.inputs.model.preprocess.normalization
+        return Episodic(adapter, cell.views or Episodic.views, normalization, seed=cell.seed)
 
     def attempt(self, cell: Cell, start: Callable[[CellRun], None], advance: Callable[[int], None]) -> Ending:
         """Run a cell and say how that ended; errors that concern all cells are raised: of the data, or the folder."""

@@ -20,6 +20,7 @@ from come.bench.engines.cell_runner import CellRunner
 from come.bench.engines.schedule import PAUSE, Finished, Schedule
 from come.bench.machine import Meter
 from come.bench.measure import CellRun, UnfitError
+from come.bench.settings import get as get_setting
 from come.errors import ComeError, ConfigError, InputError
 from come.method import Step
 from come.methods import get as get_method
@@ -94,8 +95,8 @@ def bundles(cells: Sequence[Cell], streams: int, is_alone: Callable[[Cell], bool
 
 
 def _bundle_key(cell: Cell) -> tuple[object, ...] | None:
-    """The same for cells that can be streams of one fleet; None for a method that cannot."""
-    if get_method(cell.base).waits:
+    """The same for cells that can be streams of one fleet; None for one that cannot."""
+    if get_method(cell.base).waits or get_setting(cell.setting).alone:
         return None
     return cell.base, cell.objective, cell.guarded, repr(sorted(_shares(cell)[0].items()))
 
