@@ -252,6 +252,7 @@ def test_cells_as_streams_of_a_fleet_give_the_same_numbers(ran, tmp_path):
     [
         ({"task": "segmentation", "setting": "imbalanced"}, ConfigError, "is for one label for each image"),
         ({"task": "segmentation", "setting": "open-world"}, ConfigError, "is for one label for each image"),
+        ({"task": "segmentation", "setting": "episodic"}, ConfigError, "is for one label for each image"),
         (
             {"task": "segmentation", "data": "fashion"},
             InputError,
