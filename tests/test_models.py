@@ -169,7 +169,7 @@ def leaves():
     raise SystemExit
 
 def features():
-    return nn.Conv2d(3, 4, 1)
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(0))
 
 ready = nn.Linear(3, 2)
 """

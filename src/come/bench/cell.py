@@ -104,6 +104,9 @@ class Knobs(Description):
     classes: Text | None = knob(
         None, "A file with the names of the classes in the order of the model's outputs, for data in folders."
     )
+    task: Literal["classification", "segmentation"] = knob(
+        "classification", "classification, or segmentation: a class for each pixel, on the embedded scenes by default."
+    )
     setting: Text = knob("standard", "See [bold]come list settings[/].")
     severity: Severity | None = knob(None, "1 to 5; by default the setting's own.")
     outlier_ratio: float = knob(0.5, "Open world: share of outliers.", gt=0, lt=1)
@@ -144,8 +147,8 @@ class Knobs(Description):
 BARE = "bare"
 """Behind the name of a method: without the guard."""
 
-LATER = ("images", "total", "edition", "classes", "views")
-"""Fields that came later: without a value they are no part of a cell's key, or of a plan's name."""
+LATER = ("images", "total", "edition", "classes", "task", "views")
+"""Fields that came later: with their default they are no part of a cell's key, or of a plan's name."""
 
 
 class Cell(Knobs):
@@ -197,6 +200,16 @@ class Cell(Knobs):
         return self.method, self.objective
 
     @property
+    def dense(self) -> bool:
+        """Whether each pixel gets a class."""
+        return self.task == "segmentation"
+
+    @property
+    def metric(self) -> str:
+        """What verdicts are about: "accuracy", or "miou"."""
+        return "miou" if self.dense else "accuracy"
+
+    @property
     def title(self) -> str:
         """What tells it from the other cells of a plan, in a line."""
         shifts = [", ".join(self.corruptions)] if self.corruptions else []
@@ -227,7 +240,8 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any], bool]:
 
 def digest(described: Description, leave_out: Set[str] = frozenset()) -> str:
     """64 hexadecimal digits that follow from the values alone."""
-    unset = {name for name in LATER if getattr(described, name, None) is None}
+    fields = type(described).model_fields
+    unset = {name for name in LATER if name in fields and getattr(described, name) == fields[name].default}
     values = described.model_dump(exclude=unset | leave_out)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

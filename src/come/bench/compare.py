@@ -26,7 +26,18 @@ from come.bench.folder import RunFolder
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unlike
 from come.bench.report.tables import STYLES
-from come.bench.statistics import AVERAGE, METRICS, ONE_SEED, Verdict, Verdicts, called, compared, corrected, gathered
+from come.bench.statistics import (
+    AVERAGE,
+    METRICS,
+    ONE_SEED,
+    Verdict,
+    Verdicts,
+    called,
+    compared,
+    corrected,
+    gathered,
+    metrics_of,
+)
 from come.errors import InputError
 
 VARIED = frozenset(
@@ -82,7 +93,10 @@ def compare_runs(first: RunFolder, second: RunFolder, score: str = "confidence")
         found = compared(gathered(first, group), gathered(second, groups_after[pair]), domains)
         judged |= {(*pair, *key): v for key, v in found.items() if key[0] != AVERAGE or len(domains) > 1}
         for domain in (d for d in (*domains, *others) if (d in domains) != (d in others)):
-            judged |= {(*pair, domain, m): Verdict(m, reason="only one run has this domain") for m in METRICS}
+            judged |= {
+                (*pair, domain, m): Verdict(m, reason="only one run has this domain")
+                for m in metrics_of(before[0].cell)
+            }
     for metric in METRICS:
         judged |= corrected({key: verdict for key, verdict in judged.items() if key[-1] == metric})
     rows: dict[tuple[str, str, str], dict[str, Verdict]] = {}

@@ -39,7 +39,7 @@ from come.bench.measure import domain_metrics
 from come.bench.paper import rank
 from come.bench.protocols import Outcome
 from come.bench.record import BYTES, Failure, Record, Rows, check_rows, digest
-from come.errors import ComeError, StateError, one_line, printable
+from come.errors import ComeError, ConfigError, StateError, one_line, printable
 from come.state.files import replacing, settle
 from come.version import __version__
 
@@ -205,6 +205,10 @@ class RunFolder:
 
         def rescored(record: Record) -> Record:
             result = record.result
+            if record.cell.dense:
+                raise ConfigError(
+                    f"score {score} has no effect on segmentation, which records no FPR; leave --score out"
+                )
             metrics = domain_metrics(self.rows(record.key), result.domains, result.fresh, score)
             return record.model_copy(update={"result": result.model_copy(update={"score": score, "metrics": metrics})})
 
@@ -275,7 +279,7 @@ class RunFolder:
 def check_space(path: Path, cells: Iterable[Cell]) -> None:
     """Raise a `StateError` if the rows of `cells` do not fit on the disk that holds `path`, or will hold it."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    needed = sum(cell.samples for cell in cells) * BYTES
+    needed = sum(cell.samples * BYTES[cell.task] for cell in cells)
     free = shutil.disk_usage(there).free
     if needed > free:
         raise StateError(

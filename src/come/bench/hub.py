@@ -42,25 +42,25 @@ def load_transformers(name: str, spec: str, state: dict[str, Tensor] | None) -> 
         where["local_files_only"] = _is_cached(name, place, given.get("revision"), with_weights=state is None)
     with _quiet(zoo.logging):
         try:
+            config, found = zoo.AutoConfig.from_pretrained(place, **(given | where)), {}
+            dense = any("SemanticSegmentation" in name for name in config.architectures or ())
+            kind = zoo.AutoModelForSemanticSegmentation if dense else zoo.AutoModelForImageClassification
             if state is None:
-                module, found = zoo.AutoModelForImageClassification.from_pretrained(
-                    place, output_loading_info=True, **(given | where)
-                )
+                module, found = kind.from_pretrained(place, output_loading_info=True, **(given | where))
             else:
-                config, found = zoo.AutoConfig.from_pretrained(place, **(given | where)), {}
-                module = zoo.AutoModelForImageClassification.from_config(config)
+                module = kind.from_config(config)
                 if (classes := head_size(module, state, config.num_labels)) is not None:
                     config.num_labels = classes
-                    module = zoo.AutoModelForImageClassification.from_config(config)
+                    module = kind.from_config(config)
         except Exception as error:  # of transformers, of the Hub, or of code that both call
             raise ModelError(
-                f"transformers cannot make {name}: {one_line(error, first=True)}; name an image classifier, and "
-                "arguments that it has"
+                f"transformers cannot make {name}: {one_line(error, first=True)}; name an image classifier, or a "
+                "model for semantic segmentation, and arguments that it has"
             ) from error
         if absent := sorted(found.get("missing_keys", ())):
             raise ModelError(
-                f"{name} has no weights for {', '.join(absent[:3])}; choose a model that is trained to classify images, or "
-                "give --checkpoint FILE"
+                f"{name} has no weights for {', '.join(absent[:3])}; choose a model that is trained to classify "
+                "or segment images, or give --checkpoint FILE"
             )
         try:
             processor = zoo.AutoImageProcessor.from_pretrained(place, **where)

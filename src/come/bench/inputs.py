@@ -16,6 +16,7 @@ from come.bench import chance, models, settings
 from come.bench.cell import Cell
 from come.bench.data import FashionSource, OnBadImage, Source, Stream, open_source
 from come.bench.data.classes import in_order, read_classes
+from come.bench.data.scenes import ScenesSource
 from come.bench.data.store import DecodedStore, DeviceCache
 from come.bench.data.streams import OUTLIER, shuffle
 from come.bench.plan import Plan
@@ -45,10 +46,10 @@ class Inputs:
         self.model = model or models.load(plan.model, **{name: getattr(plan, name) for name in models.OPTIONS})
         self.weights_sha256 = "" if protocol is None else protocol.check_weights(self.model)
         self.model.module.to(device)
-        embedded = plan.model in models.EMBEDDED
+        embedded = plan.model in (*models.EMBEDDED, *models.EMBEDDED_SEGMENTERS)
         self._weights = None if embedded else (self.weights_sha256 or models.fingerprint(self.model.module))[:16]
         self.source = source or self._open(plan.data)
-        self.is_embedded = source is None and isinstance(self.source, FashionSource)
+        self.is_embedded = source is None and isinstance(self.source, (FashionSource, ScenesSource))
         if plan.classes is not None:
             self.source.number(read_classes(plan.classes), plan.classes)
         self.images_sha256 = None if protocol is None else protocol.check_images(self.source)
@@ -83,6 +84,15 @@ class Inputs:
         plan, source, model = self.plan, self.source, self.model
         for severity in self.severities:
             source.require(plan.corruptions or (), severity)
+        dense = plan.task == "segmentation"
+        if source.dense is not dense:
+            has, other = (
+                ("a label for each pixel", "add") if source.dense else ("one label for each image", "leave out")
+            )
+            raise InputError(f"{source.name} has {has}; {other} --task segmentation, or choose other --data")
+        if model.dense is not dense:
+            says, other = ("pixels", "add") if model.dense else ("images", "leave out")
+            raise InputError(f"{model.name} classifies {says}; {other} --task segmentation, or choose another --model")
         if not source.num_classes:
             raise InputError(f"{source.name} has no labels, so it can only be given as --outliers; choose other --data")
         if source.num_classes != model.num_classes:
@@ -133,6 +143,8 @@ class Inputs:
     def doubt(self, cell: Cell, device: torch.device) -> str:
         """Why the model may not fit the data: without adaptation it is near chance on a few images of a cell; else empty."""
         source = self.source
+        if source.dense:  # the largest class alone is a good guess
+            return ""
         shift = (None, 5) if source.holds is None else ((self.plan.corruptions or source.holds)[0], self.severities[0])
         indices = shuffle(settings.samples(cell, source), cell.seed)
         try:
@@ -191,6 +203,8 @@ class Inputs:
     def keep_images(self, device: torch.device, *, for_others: bool = False) -> None:
         """Keep what is decoded for later cells; what is in memory already is kept once more only for other processes."""
         source, plan = self.source, self.plan
+        if source.dense:  # labels are as large as images, and are read with them
+            return
         orders: list[Sequence[int]] = [stream.order for stream in self.streams]
         if not orders:
             seeds = {cell.seed: cell for cell in plan.cells(len(source))}.values()

@@ -12,6 +12,7 @@ from come import objectives
 from come.bench.cell import Cell
 from come.bench.data import Account, Batch, batches
 from come.bench.data.store import DeviceCache
+from come.bench.dense import DenseTable, dense_metrics
 from come.bench.machine import Meter
 from come.bench.record import COLUMNS, Record, Result, Rows
 from come.errors import ComeError, InputError
@@ -47,7 +48,10 @@ class CellRun:
         self.streams = [episode.stream for episode in self._episodes]
         named = next((stream.outliers for stream in self.streams if stream.outliers), None)
         self._outliers = None if named is None else inputs.outliers[named]
-        self._account, self._table = Account(), Table(objectives.get(cell.objective))
+        self._account = Account()
+        self._table: Table | DenseTable = Table(objectives.get(cell.objective))
+        if cell.dense:
+            self._table = DenseTable(inputs.model.preprocess)
 
     @property
     def samples(self) -> int:
@@ -92,8 +96,8 @@ class CellRun:
         result = Result(
             domains=domains,
             fresh=fresh,
-            metrics=domain_metrics(rows, domains, fresh),
-            samples=len(rows["label"]),
+            metrics=dense_metrics(rows, domains) if self.cell.dense else domain_metrics(rows, domains, fresh),
+            samples=len(rows["index"]),
             bad_images=self._account.bad,
             health=health if self.cell.guarded else {},
             events=tuple((event.kind, event.step) for event in events if event.kind in ("collapse", "recovered")),

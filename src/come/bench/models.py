@@ -23,9 +23,11 @@ from come.bench.checkpoints import head_size, put_weights, read_weights
 from come.bench.clip import load_open_clip
 from come.bench.data.embedded import KNOWN
 from come.bench.data.preprocess import Preprocess as Preprocess
+from come.bench.data.preprocess import WholeImage
 from come.bench.downloads import require_download, timm_weights
 from come.bench.hub import load_transformers
 from come.bench.record import digest
+from come.bench.segmenters import SEGMENTERS, build_segmenter
 from come.errors import ConfigError, ModelError, one_line, require, shown, unknown
 from come.model.heads import Head
 from come.model.inputs import logits_of
@@ -45,12 +47,14 @@ those weights expect "half". "caffe" is of Keras' ResNet-50, "lite" of Efficient
 
 @dataclass(frozen=True)
 class Model:
-    """A classifier, its name and its preprocessing."""
+    """A classifier of images or of pixels, its name and its preprocessing."""
 
     name: str
     module: nn.Module
     preprocess: Preprocess
     num_classes: int
+    dense: bool = False
+    """Whether its logits are of pixels, (B, K, H, W)."""
 
 
 EMBEDDED = {
@@ -58,13 +62,18 @@ EMBEDDED = {
     "fashion-resnet-gn": "embedded ResNet (GroupNorm), the same",
     "fashion-vit": "embedded ViT (LayerNorm), the same",
 }
+EMBEDDED_SEGMENTERS = {
+    "scenes-unet-bn": "embedded U-Net (BatchNorm), 64x64, for segmentation of the scenes data",
+    "scenes-segformer": "embedded SegFormer (LayerNorm), the same",
+}
 FOLDER = files("come.bench") / "embedded"
 DESCRIPTIONS = {
     **EMBEDDED,
+    **EMBEDDED_SEGMENTERS,
     "keras-resnet50": "ResNet-50 as Keras has it, stride 2 on the first 1x1 convolution; needs --checkpoint",
     "timm:NAME": "any model of timm with its pretrained weights and data configuration",
     "torchvision:NAME": "any classifier of torchvision with its default weights and transforms",
-    "hf:NAME": "any image classifier of transformers with its image processor, of the Hub or in a folder",
+    "hf:NAME": "any image classifier or segmenter of transformers with its image processor, of the Hub or in a folder",
     "open_clip:NAME": "a model of open_clip as zero-shot classifier; add :classes=FILE, with a name in each line",
     "MODULE:FACTORY": "the torch.nn.Module that your function returns; see --image-size, --mean, --std",
 }
@@ -90,8 +99,8 @@ def load(
     """A model by name, in evaluation mode.
 
     Args:
-        name: one of `EMBEDDED`, "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME", "open_clip:NAME" or
-            "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:img_size=64:num_classes=200".
+        name: one of `EMBEDDED` or `EMBEDDED_SEGMENTERS`, "keras-resnet50", "timm:NAME", "torchvision:NAME", "hf:NAME",
+            "open_clip:NAME" or "MODULE:FACTORY"; the last five also with arguments, as in "timm:NAME:num_classes=200".
         checkpoint: a file with the weights (safetensors, or a torch file of plain tensors) in place of the pretrained ones.
         normalization: a name of `NORMALIZATIONS`.
         image_size: side of the images in place of the model's own; the share that is cropped stays the same.
@@ -134,16 +143,14 @@ def load(
             "--image-size N, the side of the images that it takes"
         ) from error
     logits = logits_of(out, 2)
-    if logits.ndim > 2:
-        raise ModelError(
-            f"the model must return floating-point logits of shape (2, K) for a batch of 2, got shape {tuple(logits.shape)}"
-        )
-    return Model(name, module, preprocess, logits.shape[1])
+    if dense := logits.ndim > 2:
+        preprocess = WholeImage(**vars(preprocess) | {"resize": resize or size})
+    return Model(name, module, preprocess, logits.shape[1], dense)
 
 
 def _load(name: str, checkpoint: str | Path | None) -> tuple[nn.Module, Preprocess]:
     kind, _, rest = name.partition(":")
-    if name in EMBEDDED:
+    if name in (*EMBEDDED, *EMBEDDED_SEGMENTERS):
         if checkpoint is not None:
             raise ConfigError(f"{name} comes with its weights; give --checkpoint with timm:NAME or torchvision:NAME")
         return _embedded(name)
@@ -204,10 +211,15 @@ def embedded_facts(name: str) -> dict[str, Any]:
 
 def _embedded(name: str) -> tuple[nn.Module, Preprocess]:
     about = embedded_facts(name)
-    module = build_embedded(about["kind"], about["norm"], about["arguments"])
+    dense = about["kind"] in SEGMENTERS
+    if dense:
+        module = build_segmenter(about["kind"], about["arguments"])
+    else:
+        module = build_embedded(about["kind"], about["norm"], about["arguments"])
     state = load_safetensors((FOLDER / f"{name.replace('-', '_')}.safetensors").read_bytes())
     module.load_state_dict({key: v.float() if v.is_floating_point() else v for key, v in state.items()})
-    return module, Preprocess(size=32, resize=32, mean=tuple(about["mean"]), std=tuple(about["std"]))
+    side = 64 if dense else 32
+    return module, Preprocess(size=side, resize=side, mean=tuple(about["mean"]), std=tuple(about["std"]))
 
 
 def _keras_resnet50(name: str, spec: str, state: State) -> tuple[nn.Module, Preprocess]:

@@ -28,12 +28,21 @@ from come.bench.cell import (
     shape,
     spelled,
 )
+from come.bench.data.streams import CONDITIONS
 from come.bench.paper import rank
 from come.errors import ConfigError, require, unknown
 from come.registry import literal
 
 GIVEN = frozenset({"objective", "source", "normalization", "seed"})
 """Hyperparameters that a run sets itself: by its objectives, data, model and seeds."""
+
+SEGMENTATION: Mapping[str, Any] = {
+    "model": "scenes-unet-bn",
+    "data": "scenes",
+    "methods": ("source", "norm", "tent", "cotta", methods.DEFAULT, f"norm:{BARE}", f"tent:{BARE}"),
+    "batch_size": 1,
+}
+"""What a plan has by default where each pixel gets a class: batches of one image, as in the field."""
 
 COMPARED = ("em", "come")
 """Objectives of the paper's comparison."""
@@ -43,6 +52,12 @@ QUICK = tuple(members[0] for group, members in corruptions.GROUPS.items() if gro
 
 FASHION_OUTLIERS = ("fashion-outliers:near", "fashion-outliers:far")
 STREAMS = "Names or groups (noise, blur, weather, digital, extra); by default the setting's own, or one of each group."
+
+
+def _for(guard: bool, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a plan with or without a guard: without, each method once."""
+    specs = chosen.get("methods", ())
+    return {**chosen, **({"methods": tuple(s for s in specs if guard or not parse_method(s)[2])} if specs else {})}
 
 
 class Plan(Knobs):
@@ -73,10 +88,13 @@ class Plan(Knobs):
         if not isinstance(values.get("setting", "standard"), str):
             return values  # which the type of the field refuses
         setting = settings.get(values.get("setting", "standard"))
-        filled: dict[str, Any] = {
+        dense = values.get("task") == "segmentation"
+        filled: dict[str, Any] = (_for(values.get("guard", True), SEGMENTATION) if dense else {}) | {
             "severity": setting.severity,
             "corruptions": QUICK if setting.corruptions is None else setting.corruptions,
         }
+        if str(values.get("data")).partition(":")[0] == "acdc" and setting.corruptions is None:
+            filled["corruptions"] = CONDITIONS
         if setting.pieces == "outliers" and str(values.get("data", "fashion")).partition(":")[0] == "fashion":
             filled["outliers"] = FASHION_OUTLIERS
         given = {name for name, value in values.items() if value is not None and name in cls.model_fields}
@@ -96,9 +114,15 @@ class Plan(Knobs):
             raise ConfigError(
                 f"the {self.setting} setting needs outliers for {self.data!r}: give --outliers, e.g. folder:textures"
             )
+        if self.task == "segmentation" and (setting.labels or setting.alone):
+            fitting = [name for name in settings.names() if not (settings.get(name).labels or settings.get(name).alone)]
+            raise ConfigError(
+                f"the {self.setting} setting is for one label for each image, not for segmentation; choose --setting "
+                f"{', '.join(fitting[:-1])} or {fitting[-1]}"
+            )
         for name in self.objectives or ():
             objectives.get(name)
-        for name in self.corruptions or ():
+        for name in set(self.corruptions or ()) - set(CONDITIONS):
             corruptions.check_choice(name, self.severity or 5, 0, None)
         for field in ("methods", "objectives", "corruptions", "seeds", "outliers"):
             values = getattr(self, field)
@@ -197,10 +221,7 @@ def preset(name: str, guard: bool = True) -> dict[str, Any]:
     """What a preset changes of the default plan; without a guard, each method once."""
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
-    chosen = dict(PRESETS[name][1])
-    if not guard and "methods" in chosen:
-        chosen["methods"] = tuple(spec for spec in chosen["methods"] if not parse_method(spec)[2])
-    return chosen
+    return _for(guard, PRESETS[name][1])
 
 
 def named(found: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -166,6 +166,7 @@ class Protocol(Description):
         """
         plan, setting = self.plan, settings.get(self.plan.setting)
         normal = [", ".join(f"{x:.3g}" for x in values) for values in NORMALIZATIONS[plan.normalization] or ()]
+        metric = "mIoU" if plan.task == "segmentation" else "accuracy"
         shifts = [name.replace("_", " ") for name in plan.corruptions or ()]
         sentences = [
             f"Protocol {self.name}: {self.summary}.",
@@ -184,9 +185,9 @@ class Protocol(Description):
             if shifts
             else f"In the {plan.setting} setting the stream has",
             f"all images once, in an order drawn from the seed, in batches of {plan.batch_size}.",
-            f"The metric is the accuracy, averaged over the {len(shifts)} parts with equal weights."
+            f"The metric is the {metric}, averaged over the {len(shifts)} parts with equal weights."
             if shifts
-            else "The metric is the accuracy.",
+            else f"The metric is the {metric}.",
             "There is no number for the model without adaptation yet."
             if self.no_adapt is None
             else f"The model without adaptation must reach {self.expected}.",
@@ -207,7 +208,7 @@ class Outcome(Description):
     @classmethod
     def of(cls, protocol: Protocol, weights: str, records: Sequence[Record], images: str | None = None) -> Outcome:
         """The mean over all domains of the records of No Adapt; weights and names of images by their SHA-256."""
-        found = [100 * metrics["accuracy"] for r in records for metrics in r.result.metrics.values()]
+        found = [100 * metrics[r.cell.metric] for r in records for metrics in r.result.metrics.values()]
         said: dict[str, Any] = {"protocol": protocol, "weights_sha256": weights, "images_sha256": images}
         return cls(**said, measured=fmean(found), cells=tuple(r.key for r in records))
 

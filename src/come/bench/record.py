@@ -17,6 +17,7 @@ from torch import Tensor
 
 from come.bench.cell import Cell, Description, Text, Texts
 from come.errors import one_line
+from come.metrics.segmentation import BINS
 
 Rows = dict[str, Tensor]  # one entry per sample in each of `COLUMNS`
 
@@ -38,7 +39,31 @@ COLUMNS: Mapping[str, torch.dtype] = {
     "domain": torch.int16,  # number of the episode
     "kind": torch.int16,  # place in the stream's shifts
 }
-BYTES = sum(kind.itemsize for kind in COLUMNS.values())  # bytes of a row
+DENSE_COLUMNS: Mapping[str, torch.dtype] = {
+    "index": torch.int32,
+    "confusion": torch.int32,  # (K, K) of an image: pixels by label and prediction, see `come.metrics.confusion`
+    "softmax": torch.float32,  # (55, 3): its pixels by this confidence, see `come.metrics.binned`
+    "belief": torch.float32,
+    "finite": torch.bool,
+    "used": torch.float32,  # share of its positions
+    "domain": torch.int16,
+    "kind": torch.int16,
+}
+"""Where each pixel gets a class."""
+
+PICTURES: Mapping[str, torch.dtype] = {
+    "shown_image": torch.uint8,  # (3, H, W)
+    "shown_label": torch.int16,  # (H, W), as what follows
+    "shown_prediction": torch.int16,
+    "shown_doubt": torch.uint8,  # 255 times what the largest probability leaves
+}
+"""Of a few of these images, the last ones; not one for each sample."""
+
+BYTES = {
+    "classification": sum(kind.itemsize for kind in COLUMNS.values()),
+    "segmentation": 4 * (19 * 19 + 2 * 3 * BINS),  # with 19 classes
+}
+"""Of a row, about."""
 
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Number = Annotated[float, Field(ge=-1e15, le=1e15)]
@@ -139,15 +164,17 @@ def digest(text: str, rows: Rows) -> str:
 
 def check_rows(record: Record, rows: Rows) -> None:
     """Raise a ValueError unless the rows of a record are what a report can rely on."""
-    found = {name: column.dtype for name, column in rows.items()}
-    if found != COLUMNS:
-        wrong = next(name for name in (*COLUMNS, *found) if found.get(name) != COLUMNS.get(name))
-        raise ValueError(f"column {wrong} of the rows must be {COLUMNS.get(wrong)}, got {found.get(wrong)}")
+    found, dense = {name: column.dtype for name, column in rows.items()}, record.cell.dense
+    columns = {**DENSE_COLUMNS, **PICTURES} if dense else COLUMNS
+    if found != columns:
+        wrong = next(name for name in (*columns, *found) if found.get(name) != columns.get(name))
+        raise ValueError(f"column {wrong} of the rows must be {columns.get(wrong)}, got {found.get(wrong)}")
+    n = record.result.samples
     shapes = {tuple(column.shape) for column in rows.values()}
-    if shapes != {(record.result.samples,)} or not record.result.samples:
-        raise ValueError(
-            f"the rows must have the shape ({record.result.samples or 'at least 1'},), got {sorted(shapes)}"
-        )
+    if dense:
+        _check_dense_shapes(n, {name: tuple(column.shape) for name, column in rows.items()})
+    elif shapes != {(n,)} or not n:
+        raise ValueError(f"the rows must have the shape ({n or 'at least 1'},), got {sorted(shapes)}")
     for name, column in rows.items():
         # logits that reach infinity have an infinite energy and norm
         if column.is_floating_point() and (
@@ -159,3 +186,15 @@ def check_rows(record: Record, rows: Rows) -> None:
         raise ValueError(
             f"column domain of the rows must be from 0 to {len(record.result.domains) - 1}, got {low} to {high}"
         )
+
+
+def _check_dense_shapes(n: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Of `DENSE_COLUMNS` for n samples, and of `PICTURES` for some of them."""
+    classes, shown = shapes["confusion"][-1:], shapes["shown_image"]
+    inner = {"confusion": classes * 2, "softmax": (BINS, 3), "belief": (BINS, 3)}
+    wanted = {name: (n, *inner.get(name, ())) for name in DENSE_COLUMNS}
+    wanted |= dict.fromkeys(PICTURES, (*shown[:1], *shown[2:])) | {"shown_image": (*shown[:1], 3, *shown[-2:])}
+    wrong = next((name for name, shape in wanted.items() if shapes[name] != shape), None)
+    if wrong is not None or not n or not classes:
+        name = wrong or "index"
+        raise ValueError(f"column {name} of the rows must have the shape {wanted[name]}, got {shapes[name]}")

@@ -80,7 +80,9 @@ class Bench:
 
         # Options that need neither model nor data
         require(0 <= shard[0] < shard[1], "shard", shard, "(i, n) with 0 <= i < n")
-        loaders = _decoding_threads(workers, source is not None or plan.data.partition(":")[0] == "fashion", cluster)
+        loaders = _decoding_threads(
+            workers, source is not None or plan.data.partition(":")[0] in ("fashion", "scenes"), cluster
+        )
         if cluster is not None:
             jobs = cluster.connect(device, jobs)
             device = device if device != "cuda" or torch.cuda.is_available() else "cpu"  # for the checks

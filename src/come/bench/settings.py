@@ -56,6 +56,8 @@ class Setting:
     """Fields of a plan that mean nothing in settings which do not name them."""
     ignores: frozenset[str] = frozenset()
     """Fields of a plan that mean nothing here."""
+    labels: bool = False
+    """Whether it needs a label for each image: it sorts by them, or mixes in images without one."""
     alone: bool = False
     """Whether each sample is answered by itself, from views of it: see `come.episodic`."""
     edition: int = 1
@@ -278,9 +280,9 @@ for _setting in (
     Setting("lifelong", "one after the other, never reset; --rounds repeats them", _lifelong, "", NO_RECOVERY,
             reads=frozenset({"rounds"})),
     Setting("open-world", "mixed with outliers: --outliers, --outlier-ratio", _open_world, "outliers", severity=3,
-            corruptions=PAPERS, reads=OPEN_WORLD, edition=2),
+            corruptions=PAPERS, reads=OPEN_WORLD, labels=True, edition=2),
     Setting("imbalanced", "sorted by class; --imbalance for a finite ratio", _imbalanced, reads=frozenset({"imbalance"}),
-            edition=2),
+            labels=True, edition=2),
     Setting("mixed", "all corruptions in one shuffled stream", _mixed, ""),
     Setting("in-distribution", "clean images", _in_distribution, "", corruptions=(),
             ignores=frozenset({"corruptions", "severity"})),

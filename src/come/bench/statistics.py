@@ -26,12 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from come.bench.cell import Cell
 from come.bench.folder import RunFolder
-from come.bench.record import Record, Rows
+from come.bench.record import PICTURES, Record, Rows
 from come.errors import unknown
-from come.metrics import SCORES
+from come.metrics import SCORES, miou, pixel_accuracy
 
-METRICS = {"accuracy": "accuracy", "fpr": "FPR", "fpr_softmax": "FPR by softmax"}
+METRICS = {"miou": "mIoU", "accuracy": "accuracy", "fpr": "FPR", "fpr_softmax": "FPR by softmax"}
 """What verdicts are about, and what it is called.
 
 By the published convention the FPR of EM is by softmax and that of COME by belief, so a part of their difference is the
@@ -39,6 +40,11 @@ score's. `fpr_softmax` has one score for both: the one that EM and the source ar
 changes.
 Records under a score that was asked for, see `RunFolder.rescored`, have the one FPR.
 """
+
+
+def metrics_of(cell: Cell) -> tuple[str, ...]:
+    """Those of `METRICS` that the verdicts of a cell are about."""
+    return tuple(name for name in METRICS if name == "accuracy" or (name == "miou") is cell.dense)
 
 
 def called(metric: str, score: str = "confidence") -> str:
@@ -83,8 +89,8 @@ class Verdict:
 
     @property
     def gain(self) -> float:
-        """By how many points the second is better: positive where accuracy rose, or FPR fell."""
-        return (self.after - self.before) * (1 if self.metric == "accuracy" else -1)
+        """By how many points the second is better: positive where accuracy or mIoU rose, or FPR fell."""
+        return (self.after - self.before) * (-1 if self.metric.startswith("fpr") else 1)
 
     @property
     def points(self) -> str:
@@ -172,6 +178,8 @@ def samples(folder: RunFolder, record: Record) -> dict[str, Sample]:
     if score not in SCORES:
         raise unknown("score", score, SCORES)
     parts = by_domain(folder.rows(record.key), len(domains))
+    if record.cell.dense:
+        return {d: _dense_sample(part) for d, part in zip(domains, parts, strict=True) if part}
     return {d: _sample(part, score, record.cell.outliers or "") for d, part in zip(domains, parts, strict=True) if part}
 
 
@@ -179,7 +187,7 @@ def by_domain(rows: Rows, domains: int) -> list[Rows]:
     """The rows of each domain, in the order of the stream; nothing where there are none."""
     order = rows["domain"].argsort(stable=True)
     sizes = rows["domain"].long().bincount(minlength=domains).tolist()
-    columns = {name: torch.split(column[order], sizes) for name, column in rows.items()}
+    columns = {n: torch.split(column[order], sizes) for n, column in rows.items() if n not in PICTURES}
     return [{name: parts[i] for name, parts in columns.items()} if size else {} for i, size in enumerate(sizes)]
 
 
@@ -203,6 +211,21 @@ def _sample(rows: Rows, score: str, outliers: str) -> Sample:
     order = np.lexsort((label, index, kind))
     digest = hashlib.sha256(np.stack([kind, index, label]).astype(np.int64)[:, order].tobytes()).hexdigest()
     return Sample(len(label), digest, counts, {name: np.concatenate(part) for name, part in parts.items()})
+
+
+def _dense_sample(rows: Rows) -> Sample:
+    """Of images with counts of pixels: an image is drawn with all of its pixels, since these are not independent."""
+    index, kind = rows["index"].numpy(), rows["kind"].numpy()
+    weights, columns = _weights(index, kind < 0, "")
+    counts = rows["confusion"]
+    drawn = torch.from_numpy(weights.take(columns, axis=1)).double() @ counts.flatten(1).double()
+    drawn = drawn.view(-1, *counts.shape[1:])
+    drawn = torch.where(drawn.sum(dim=(1, 2), keepdim=True) > 0, drawn, drawn[:1])  # a resample that drew nothing
+    estimates = {"miou": miou(drawn).numpy(), "accuracy": pixel_accuracy(drawn).numpy()} if drawn[0].any() else {}
+    order = np.lexsort((index, kind))
+    labels = counts.sum(dim=2).numpy()
+    digest = hashlib.sha256(np.column_stack([kind, index, labels]).astype(np.int64)[order].tobytes()).hexdigest()
+    return Sample(len(index), digest, dict.fromkeys(estimates, len(index)), estimates)
 
 
 def resampled_fpr(
@@ -402,4 +425,5 @@ def _average(source: Samples, runs: Sequence[Samples], domains: Sequence[str]) -
     seeds = [seed for seed in source if all(seed in run for run in runs)]
     if not all(d in run[seed] for run in (source, *runs) for seed in seeds for d in domains):
         return None
-    return judge("accuracy", {s: [(source[s][d], run[s][d]) for run in runs for d in domains] for s in seeds})
+    pairs = {s: [(source[s][d], run[s][d]) for run in runs for d in domains] for s in seeds}
+    return judge("miou", pairs) or judge("accuracy", pairs)

@@ -30,6 +30,10 @@ def submission(folder: RunFolder, submitted_by: str, link: str | None = None) ->
             f"{folder.path} must be a run under a protocol, and is none: no file in its folder protocols/ fits its cells; run "
             "'come bench --protocol NAME', see 'come protocol list'"
         )
+    if outcome.protocol.plan.task == "segmentation":
+        raise InputError(
+            f"protocol {outcome.protocol.name} is of segmentation; a leaderboard ranks accuracy and FPR only"
+        )
     firsts = [r for r in records if r.key in outcome.cells]
     if others := [r for r in records if shared(r) != shared(firsts[0])]:
         raise InputError(

@@ -85,7 +85,12 @@ def bench(
         parse(log)
     protocol = None if protocol_name is None else protocols.get(protocol_name)
     chosen = _merged(opt.from_toml(config) if config else {}, typed(given))
-    if preset_name is None and protocol is None and not chosen.keys() & OWN_GRID:
+    if (
+        preset_name is None
+        and protocol is None
+        and not chosen.keys() & OWN_GRID
+        and chosen.get("task") != "segmentation"
+    ):
         preset_name = "quick"
     options = _merged(preset(preset_name, chosen.get("guard", True)) if preset_name else {}, chosen)
     if protocol is not None and (replay or on_bad_image != "raise"):
@@ -94,6 +99,11 @@ def bench(
             f"protocol {protocol.name} fixes the images and their order; leave {other} out, or --protocol"
         )
     plan = Plan(**options) if protocol is None else protocol.plan_for(options)
+    if plan.task == "segmentation" and (log is not None or score != "confidence"):
+        raise ConfigError(
+            f"{'score' if log is None else 'log'} has no effect with --task segmentation, which records counts of pixels; "
+            "leave it out"
+        )
     watched = Bench(
         plan,
         device=device,
@@ -117,7 +127,8 @@ def bench(
     if shard:  # with what the others have done so far
         records = [record for cell in watched.planned if (record := folder.record(cell)) is not None]
     if records:
-        title = f"{plan.model} on {plan.data}, {plan.setting}{_severity(plan)}, accuracy (%)"
+        metric = "mIoU" if plan.task == "segmentation" else "accuracy"
+        title = f"{plan.model} on {plan.data}, {plan.setting}{_severity(plan)}, {metric} (%)"
         show_results(console, folder, records, title, ["come", *sys.argv[1:]], score)
         if preset_name == "quick":
             said = "[dim]on streams sorted by class, methods without the guard (bare) lose accuracy:[/]"
@@ -155,7 +166,7 @@ def show_grid(console: Console, bench: Bench, folder: Path) -> None:
     samples = sum(len(episode.stream) for cell in cells for episode in bench.inputs.episodes(cell))
     console.print(
         f"{len(cells)} cells, {samples} samples in all, {plan.model}{within} on {plan.data}{_severity(plan)}, batch "
-        f"{plan.batch_size}; would be written to {folder}, about {samples * BYTES / 2**20:.1f} MB of rows",
+        f"{plan.batch_size}; would be written to {folder}, about {samples * BYTES[plan.task] / 2**20:.1f} MB of rows",
         markup=False,
     )
 

@@ -39,7 +39,9 @@ def report(
     figures: Annotated[
         str | None, option(f"Also write the figures, as {', '.join(FIGURE_FORMATS)}, to RUN/figures.")
     ] = None,
-    metric: Annotated[str, option("What the table shows for each domain: accuracy, fpr, ...")] = "accuracy",
+    metric: Annotated[
+        str | None, option("What the table shows for each domain: accuracy, fpr, ... \\[accuracy, or miou]")
+    ] = None,
     score: Score = "confidence",
     plan: Annotated[int | None, option("Which plan, where the folder holds several.")] = None,
     debug: Debug = False,
@@ -53,7 +55,7 @@ def report(
     if not (run / "run.json").exists() and json_files(run):
         given = {"format": format_, "figures": figures, "plan": plan, "metric": metric, "score": score}
         for name, chosen in given.items():
-            if chosen not in (None, "accuracy", "confidence"):
+            if chosen not in (None, "confidence"):
                 raise ConfigError(f"{name} has no effect on a leaderboard; leave it out, or give a run folder")
         leaderboard(run, page)
         return

@@ -230,7 +230,7 @@ class _Watch(_Row):
             self.refuse(cell, "")
         if not self.console.is_terminal:
             metrics = ((domain, record.result.metrics[domain]) for domain in record.result.domains)
-            found = ", ".join(f"{d} {100 * m['accuracy']:.1f}" for d, m in metrics if "accuracy" in m)
+            found = ", ".join(f"{d} {100 * m[cell.metric]:.1f}" for d, m in metrics if cell.metric in m)
             line = f"[{len(self.records)}/{len(self.cells)}] {_pair(cell)}, seed {cell.seed}: {found}"
             self.console.print(line + " (done before)" * resumed, markup=False)
 

@@ -25,14 +25,27 @@ SIDE, BORDER = 28, 2
 
 
 @lru_cache
-def _read(part: str) -> tuple[Tensor, Tensor]:
-    """Images (N, 3, 32, 32) uint8 with a black border, and labels (N,), of the part "test", "outliers" or "source"."""
+def _sheet(part: str) -> tuple[Tensor, Tensor]:
+    """Photographs (N, 28, 28) uint8, and labels (N,) among `CLASSES`, of the part "test", "outliers" or "source"."""
     folder = files("come.bench") / "embedded"
     labels = torch.tensor([int(digit) for digit in json.loads((folder / "fashion_labels.json").read_text())[part]])
     sheet = np.asarray(Image.open(io.BytesIO((folder / f"fashion_{part}.png").read_bytes())))
     rows, columns = (pixels // SIDE for pixels in sheet.shape)
-    images = sheet.reshape(rows, SIDE, columns, SIDE).swapaxes(1, 2).reshape(-1, 1, SIDE, SIDE)[: len(labels)]
-    return F.pad(torch.from_numpy(images.copy()), [BORDER] * 4).expand(-1, 3, -1, -1), labels
+    images = sheet.reshape(rows, SIDE, columns, SIDE).swapaxes(1, 2).reshape(-1, SIDE, SIDE)[: len(labels)]
+    return torch.from_numpy(images.copy()), labels
+
+
+@lru_cache
+def _read(part: str) -> tuple[Tensor, Tensor]:
+    """The same with a black border and three channels, (N, 3, 32, 32)."""
+    photographs, labels = _sheet(part)
+    return F.pad(photographs[:, None], [BORDER] * 4).expand(-1, 3, -1, -1), labels
+
+
+def embedded_photographs(part: str) -> tuple[Tensor, Tensor]:
+    """Photographs (N, 28, 28) uint8 of the known classes, and their labels (N,), of the part "test" or "source"."""
+    photographs, labels = _sheet(part)
+    return photographs, known(labels)
 
 
 class FashionSource(MemorySource):

@@ -30,7 +30,7 @@ class Batch:
     """What a method gets, and what it is scored against."""
 
     images: Tensor  # (B, 3, H, W), normalized, on the device
-    labels: Tensor  # (B,) int64 on the device; -1 marks an outlier
+    labels: Tensor  # (B,) int64 on the device, or (B, H, W) of a dense source; -1 marks an outlier, or a pixel without label
     indices: Tensor  # (B,) int64: the samples' numbers in the source
     kinds: Tensor  # (B,) int64: places in `Stream.shifts`; -1 marks an outlier
     bad: int = 0  # samples that could not be read, and are left out

@@ -15,8 +15,10 @@ from come.bench.data.encoded import OnBadImage
 from come.bench.data.folders import SHIFTED, FolderSource, ImageNetCSource, ImageNetSource, OpenOODSource
 from come.bench.data.huggingface import HuggingFaceSource
 from come.bench.data.preprocess import Preprocess
+from come.bench.data.scenes import ScenesSource
 from come.bench.data.shards import ShardSource
 from come.bench.data.source import Source
+from come.bench.data.street import ACDCSource, CityscapesSource
 from come.bench.data.torchvision_sets import TorchvisionSource
 from come.errors import InputError, shown, unknown
 from come.registry import Registry
@@ -42,6 +44,11 @@ KINDS = (
         "fashion-outliers[:near|far]",
         "embedded: the other two classes, shirts (near) and bags (far), for the open-world setting",
         lambda spec, which, *_: FashionOutlierSource(spec, which),
+    ),
+    Kind(
+        "scenes[:SIZE]",
+        "embedded, for --task segmentation: scenes of these clothes, ground and 8 classes, 64x64, corrupted on the fly",
+        lambda spec, size, *_: ScenesSource(spec, *([_count(spec, size)] if size else [])),
     ),
     Kind(
         "folder:PATH",
@@ -80,6 +87,16 @@ KINDS = (
             lambda spec, path, *_, classes=classes: CifarCSource(spec, path, classes),
         )
         for classes in (10, 100)
+    ),
+    Kind(
+        "cityscapes:PATH",
+        "for --task segmentation: leftImg8bit and gtFine with labelTrainIds, corrupted on the fly; also PATH:split=train",
+        CityscapesSource,
+    ),
+    Kind(
+        "acdc:PATH",
+        "for --task segmentation: rgb_anon and gt, with fog, night, rain and snow as corruptions; also PATH:split=val",
+        ACDCSource,
     ),
     Kind(
         "hf:NAME",

@@ -95,6 +95,25 @@ class Preprocess:
         return picture.crop((left, top, left + self.size, top + self.size))
 
 
+class WholeImage(Preprocess):
+    """Preprocessing for a class of each pixel: all of an image, its shorter side resized to `resize`; nothing is cropped.
+
+    Example:
+        >>> WholeImage(size=4, resize=4).to_tensor(Image.new("RGB", (30, 20))).shape
+        torch.Size([3, 4, 6])
+    """
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) uint8 -> the same size in float32: scaled to [0, 1], normalized."""
+        return Normalization.of(self.normalization).inputs(images.float() / 255)
+
+    def square(self, picture: Image.Image) -> Image.Image:
+        """No square: resize the shorter side to `resize`."""
+        scale = self.resize / min(picture.size)
+        width, height = (max(1, round(side * scale)) for side in picture.size)
+        return picture.resize((width, height), INTERPOLATIONS[self.interpolation])
+
+
 def pixels(picture: Image.Image) -> Tensor:
     """An RGB image as a tensor (3, H, W) uint8."""
     return torch.from_numpy(np.array(picture, dtype=np.uint8)).movedim(-1, 0).contiguous()

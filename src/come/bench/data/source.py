@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from come.bench.data.preprocess import Preprocess, pixels
+from come.bench.data.streams import CONDITIONS
+from come.corruptions import names as corruption_names
 from come.errors import ConfigError, InputError
 
 
@@ -18,7 +20,7 @@ class Loaded(NamedTuple):
     """Samples of a source; those that could not be read are left out and counted."""
 
     images: Tensor  # (B, 3, H, W) uint8
-    labels: Tensor  # (B,) int64
+    labels: Tensor  # (B,) int64; (B, H, W) of a dense source
     indices: Tensor  # (B,) int64: the samples' numbers in the source
     bad: int = 0
 
@@ -37,6 +39,10 @@ class Source(ABC):
     """Corruptions that are in the files; None for clean images, which are corrupted on the fly."""
     severities: Mapping[str, tuple[int, ...]] = {}
     """Of each corruption in `holds`."""
+    dense: bool = False
+    """Whether pixels have labels, -1 where one has none, instead of images."""
+    class_names: Sequence[str] = ()
+    """Names of the classes in the order of the labels, of a dense source."""
     at_hand: bool = False
     """Whether images are in memory or mapped, so that there is nothing to decode."""
     classes: Sequence[str] = ()
@@ -55,6 +61,8 @@ class Source(ABC):
     def require(self, corruptions: Sequence[str | None], severity: int) -> None:
         """Raise `InputError` unless each of these can be loaded, as far as a quick look tells; None is a clean image."""
         if self.holds is None:
+            if strange := [str(name) for name in corruptions if name in CONDITIONS and name not in corruption_names()]:
+                raise InputError(f"{self.name} holds no {', '.join(strange)}, which only acdc:PATH does")
             return
         if missing := [name or "clean images" for name in corruptions if name not in self.holds]:
             raise InputError(f"{self.name} does not hold {', '.join(missing)}; it holds {', '.join(self.holds)}")
@@ -84,7 +92,9 @@ class Source(ABC):
         return []
 
     def labels(self) -> Tensor:
-        """The labels of all samples, (N,) int64."""
+        """The labels of all samples, (N,) int64; zeros of a dense source, whose images as a whole have none."""
+        if self.dense:
+            return torch.zeros(len(self), dtype=torch.int64)
         first, places = (self.holds or (None,))[0], range(len(self))
         return torch.cat([self.load(places[i : i + 64], first).labels for i in places[::64]])
 

@@ -18,6 +18,7 @@ from come.errors import ConfigError, require
 from come.seeds import derived_seed
 
 FORMAT = "come-stream-2"
+CONDITIONS = ("fog", "night", "rain", "snow")  # weather of ACDC, in its order; only its files hold night and rain
 OUTLIER = -1  # in `Stream.kinds`: a sample of the outlier source, which is never corrupted
 MAX_BYTES = 64 * 2**20  # of a stream file: enough for five million samples
 MAX_SHIFTS = 1000
@@ -60,7 +61,7 @@ class Stream(Description):
     @model_validator(mode="after")
     def _check(self) -> Stream:
         for corruption, severity in (*self.shifts, *self.then):
-            if corruption is not None:
+            if corruption is not None and corruption not in CONDITIONS:
                 check_choice(corruption, severity, self.seed, None)
         require(len(self.then) in (0, len(self.shifts)), "then", len(self.then), f"one for each of {len(self.shifts)}")
         require(len(self.kinds) in (0, len(self.order)), "kinds", len(self.kinds), f"one for each of {len(self.order)}")

@@ -22,7 +22,8 @@ WORDS = {"em": "entropy minimization (em)", "come": "COME"}
 def ranked(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str], Verdict]:
     """By method and objective: the gain in average accuracy over the source, the largest first; no other learning rates."""
     pairs = names_of(without_sweeps(records))
-    found = {pair: v for pair in pairs if (v := judged.gains.get((*pair, AVERAGE, "accuracy"))) and not v.reason}
+    metric = records[0].cell.metric
+    found = {pair: v for pair in pairs if (v := judged.gains.get((*pair, AVERAGE, metric))) and not v.reason}
     return dict(sorted(found.items(), key=lambda item: -item[1].gain))
 
 
@@ -40,7 +41,7 @@ def helped(records: Sequence[Record], judged: Judged) -> str:
         where = f"On {domains[0]}," if domains else "Here"
     else:
         where = f"On the mean of {len(domains)} domains," if reset else f"Along {len(domains)} domains without a reset,"
-    said = [f"{where} the unadapted model has an accuracy of {top.before:.1f}%."]
+    said = [f"{where} the unadapted model has an {METRICS[top.metric]} of {top.before:.1f}%."]
     if top.change == "better":
         said.append(f"{names[best]} gains the most: {_points(top)}.")
     else:
@@ -76,22 +77,27 @@ def changes(records: Sequence[Record], judged: Judged) -> dict[tuple[str, str, s
 
 def by_effect(records: Sequence[Record], judged: Judged) -> list[tuple[str, str, str]]:
     """Methods with their first and further objective, by how much accuracy changes; what is within chance comes last."""
-    found = {key: about[0] for key, about in changes(records, judged).items() if about[0].metric == "accuracy"}
+    found = {
+        key: about[0] for key, about in changes(records, judged).items() if about[0].metric == records[0].cell.metric
+    }
     return sorted(found, key=lambda key: (found[key].found, abs(found[key].gain)), reverse=True)
 
 
 def effect(records: Sequence[Record], judged: Judged) -> str:
     """The first of `by_effect` in a sentence; empty if no method ran with two objectives."""
     for method, before, after in by_effect(records, judged)[:1]:
-        verdict = judged.changes[method, after, AVERAGE, "accuracy"]
-        instead = f"{SHORTER.get(after, after)} in place of {SHORTER.get(before, before)}"
+        verdict = judged.changes[method, after, AVERAGE, records[0].cell.metric]
+        instead, what = (
+            f"{SHORTER.get(after, after)} in place of {SHORTER.get(before, before)}",
+            METRICS[verdict.metric],
+        )
         if verdict.found:
             return (
-                f"The largest change by {instead}: the accuracy of {method} goes from {verdict.before:.1f}% to "
+                f"The largest change by {instead}: the {what} of {method} goes from {verdict.before:.1f}% to "
                 f"{verdict.after:.1f}% ({verdict.points} points)."
             )
         if not verdict.reason:
-            return f"{instead} changes no accuracy beyond chance; the largest change is {verdict.points} points, with {method}."
+            return f"{instead} changes no {what} beyond chance; the largest change is {verdict.points} points, with {method}."
     return ""
 
 

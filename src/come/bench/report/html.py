@@ -23,6 +23,7 @@ from come.bench.report import panels as draw
 from come.bench.report.configurations import one_configuration, shared
 from come.bench.report.costs import Cost, by_pair, cost, threads, unit_of_time, unlike
 from come.bench.report.figures import Panel, groups
+from come.bench.report.pixels import classes_table, pictures
 from come.bench.report.reading import Piece, Reading, read
 from come.bench.report.tables import METRICS, Entry, Table, cut, domains_of, names_of, rates_table, without_sweeps
 from come.bench.report.writing import about, filled, images, write_text
@@ -81,6 +82,12 @@ def write_html(
             finding=_finding(records, judged, found.pieces, folder.failures()),
             accuracy=_table(tables.results_table(records, verdicts=judged), heat=True),
             fprs=[_table(table, heat=True) for table in by_fpr],
+            pixels={
+                "classes": _table(classes_table(folder, records), heat=True),
+                "pictures": pictures(folder, records, judged),
+            }
+            if cell.dense
+            else None,
             outliers=outside and _table(outside, heat=True),
             metrics=_table(metrics) | {"meanings": meanings},
             rates=rates and _table(rates),
@@ -124,7 +131,9 @@ def _gains(records: Sequence[Record], judged: Judged) -> list[tuple[str, Entry, 
     """By method, the largest first: its name, the gain over the source, the interval, the worst domain, and the words."""
     names, rows = names_of(records), []
     for pair, verdict in findings.ranked(records, judged).items():
-        by_domain = {d: v for d in domains_of(records) if (v := judged.gains.get((*pair, d, "accuracy"))) is not None}
+        by_domain = {
+            d: v for d in domains_of(records) if (v := judged.gains.get((*pair, d, records[0].cell.metric))) is not None
+        }
         worst = min(by_domain, key=lambda d: by_domain[d].gain, default="")
         at = f"{tables.SHORT.get(worst, worst)} {by_domain[worst].points}" if len(by_domain) > 1 else ""
         name = names[pair] + ", the default" * (pair[0].partition(":")[0] == DEFAULT)

@@ -17,7 +17,7 @@ import numpy as np
 from come.bench.record import Record
 from come.bench.report.costs import Cost, by_pair, cost, unit_of_time, unlike
 from come.bench.report.reading import BINS, COVERAGES, KINDS, PARTS, Numbers, Piece, Segment, over_seeds
-from come.bench.report.tables import AVERAGE_ACCURACY, average_accuracy, cut, entries, objectives_of, short, sweeps
+from come.bench.report.tables import average_accuracy, cut, objectives_of, short, sweeps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -211,7 +211,9 @@ def overview_domains(pieces: Iterable[Piece]) -> list[str]:
 
 def overview_title(pieces: Iterable[Piece]) -> str:
     """What the overview shows."""
-    return "Accuracy along the stream" + (", minus the source's (points)" if has_source(pieces) else " (%)")
+    pieces = list(pieces)
+    what = "mIoU" if any(piece.metric == "miou" for piece in pieces) else "Accuracy"
+    return f"{what} along the stream" + (", minus the source's (points)" if has_source(pieces) else " (%)")
 
 
 def has_source(pieces: Iterable[Piece]) -> bool:
@@ -283,7 +285,7 @@ def draw_reliability(ax: Axes, pieces: Sequence[Piece], looks: Looks) -> None:
 def _costs(records: Sequence[Record]) -> dict[tuple[str, str], tuple[Cost, float]]:
     """Cost and average accuracy of what ran on all domains."""
     found = {
-        pair: (cost(group), entries(records, *pair, [AVERAGE_ACCURACY])[0]) for pair, group in by_pair(records).items()
+        pair: (cost(group), average_accuracy(records, pair[:1], pair[1])[0]) for pair, group in by_pair(records).items()
     }
     return {pair: (one, accuracy.mean) for pair, (one, accuracy) in found.items() if accuracy is not None}
 
@@ -305,7 +307,8 @@ def draw_cost(ax: Axes, records: Sequence[Record], looks: Looks, of: Literal["ti
         ax.plot(*zip(*ends, strict=True), color=look.colour, linewidth=0.8, alpha=0.3, zorder=1)
         ax.plot([x], [y], **look.line | {"markersize": 6, "label": f"{look.label}: {y:.1f}%, {label} {x:.3g}"})
     xs, ys = zip(*points.values(), strict=True)
-    ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS), xlabel=label, ylabel="accuracy (%)")
+    ax.set(xlim=around(xs, 0.4 * max(xs) or 1.0), ylim=around(ys, POINTS), xlabel=label)
+    ax.set_ylabel("mIoU (%)" if records[0].cell.dense else "accuracy (%)")
     _mark(ax)
 
 
@@ -324,7 +327,8 @@ def draw_rates(ax: Axes, records: Sequence[Record], looks: Looks, name: str) -> 
             ax.axhline(values[0], **look.line | {"marker": ""})
         else:
             ax.plot(list(rates), values, **look.line | {"markersize": 5, "label": f"{name} + {objective}"})
-    ax.set(xscale="log", ylim=around(shown, POINTS), xlabel="learning rate", ylabel="accuracy (%)", title=name)
+    ax.set(xscale="log", ylim=around(shown, POINTS), xlabel="learning rate", title=name)
+    ax.set_ylabel("mIoU (%)" if records[0].cell.dense else "accuracy (%)")
     ax.set_xticks(list(rates), [f"{rate:g}" for rate in rates])
     ax.minorticks_off()
     ax.locator_params(axis="y", nbins=5)

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from come.bench.cell import Cell
 from come.bench.folder import RunFolder
 from come.bench.record import COLUMNS, Record, Rows
 from come.bench.statistics import by_domain
-from come.metrics import PROBABILITIES, SCORES, accuracy, dominant_share, risk_by_coverage, trajectory
+from come.metrics import PROBABILITIES, SCORES, accuracy, dominant_share, miou, risk_by_coverage, trajectory
+from come.metrics.segmentation import binned_accuracy
 
 Numbers = npt.NDArray[np.float64]
 
@@ -36,6 +38,7 @@ class Piece:
     counts: Mapping[str, Numbers]  # how many samples of each of KINDS have their confidence in each bin
     risk: Numbers  # error among the most confident samples, at each of COVERAGES
     along: Mapping[str, Numbers]  # accuracy and share of the top class in each of up to PARTS equal parts
+    metric: str = "accuracy"  # or "miou", which then stands in the place of the accuracy
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ def read(folder: RunFolder, records: Iterable[Record]) -> Reading:
     for record in records:
         cell, domains, score = record.cell, record.result.domains, record.result.score
         parts = by_domain(folder.rows(record.key), len(domains))
+        if cell.dense:
+            pieces += [
+                _dense_piece(cell, domain, part, fresh)
+                for domain, part, fresh in zip(domains, parts, record.result.fresh, strict=True)
+                if part
+            ]
+            continue
         resets = [i for i, fresh in enumerate(record.result.fresh) if fresh or not i]
         for begin, end in pairwise([*resets, len(domains)]):
             chosen = {domains[i]: parts[i] for i in range(begin, end) if parts[i]}
@@ -85,6 +95,22 @@ def read(folder: RunFolder, records: Iterable[Record]) -> Reading:
                 numbers = _counts(part, score), _risk(part, score), _along(part, cell.batch_size)
                 pieces.append(Piece(cell.pair, cell.seed, domain, not place, *numbers))
     return Reading(pieces, segments, list(names))
+
+
+def _dense_piece(cell: Cell, domain: str, rows: Rows, fresh: bool) -> Piece:
+    """Of pixels: mIoU in the place of the accuracy, confidence by softmax, in bins twice as wide."""
+    bins, size = rows["softmax"].double().sum(dim=0), len(rows["index"])
+    wide = torch.cat([bins[:14], bins[14:].sum(dim=0, keepdim=True)]).numpy()
+    counts = {kind: np.zeros(BINS) for kind in KINDS}
+    counts["right"][::2], counts["wrong"][::2] = wide[:, 1], wide[:, 0] - wide[:, 1]
+    parts = min(PARTS, -(-size // cell.batch_size))
+    cuts = [
+        rows["confusion"][begin:end].sum(dim=0) for begin, end in pairwise(size * i // parts for i in range(parts + 1))
+    ]
+    shares = [(one.sum(dim=0).max() / one.sum().clamp_min(1)).item() for one in cuts]
+    along = {"accuracy": np.array([miou(one).item() for one in cuts]), "dominant_share": np.array(shares)}
+    risk = np.array([1 - binned_accuracy(bins, float(coverage)) for coverage in COVERAGES])
+    return Piece(cell.pair, cell.seed, domain, fresh, counts, risk, along, "miou")
 
 
 def _counts(rows: Rows, score: str) -> dict[str, Numbers]:

@@ -17,7 +17,6 @@ from come.bench.report.configurations import one_configuration
 from come.bench.statistics import AVERAGE, Judged, Verdict
 from come.errors import InputError
 
-AVERAGE_ACCURACY = (AVERAGE, "accuracy")
 RATES = "Average accuracy (%) against the learning rate"
 
 SHORT = {
@@ -47,8 +46,9 @@ class Metric:
 
 
 METRICS: Mapping[str, Metric] = {
+    "miou": Metric("mIoU", "overlap of prediction and label over their union, averaged over the classes that occur"),
     "accuracy": Metric("Acc", "labelled samples that are predicted right"),
-    "gain": Metric("Gain", "accuracy above that of the model that does not adapt"),
+    "gain": Metric("Gain", "accuracy, or mIoU, above that of the model that does not adapt"),
     "fpr": Metric("FPR", "wrong samples that pass the threshold which accepts 95% of the right ones", True, score=""),
     "fpr_softmax": Metric("FPR softmax", "FPR of every row by the largest softmax probability", True, score="softmax"),
     "fpr_belief": Metric("FPR belief", "FPR of every row by the largest belief", True, score="belief"),
@@ -57,6 +57,7 @@ METRICS: Mapping[str, Metric] = {
     "aurc": Metric(
         "AURC", "error among the most confident samples, averaged over how many of them are taken", True, score=""
     ),
+    "aurc_belief": Metric("AURC belief", "AURC of every row by the largest belief", True, score="belief"),
     "accuracy_at_80": Metric("Acc@80", "accuracy on the most confident 80% of the samples", score=""),
     "ece": Metric("ECE", "gap between confidence and accuracy, averaged over 15 bins", True, score=""),
     "nll": Metric("NLL", "negative log-likelihood of the label, in nats", True, percent=False),
@@ -145,9 +146,9 @@ class Table:
 
 
 def results_table(
-    records: Iterable[Record], title: str = "", metric: str = "accuracy", verdicts: Judged | None = None
+    records: Iterable[Record], title: str = "", metric: str | None = None, verdicts: Judged | None = None
 ) -> Table:
-    """A metric for each domain, then its average; mean and deviation over seeds.
+    """A metric for each domain, then its average; mean and deviation over seeds. By default accuracy, or mIoU of pixels.
 
     Beside the average accuracy stands the average FPR: as published, each objective by its own confidence, and by softmax for
     all of them; under the source, its FPR by belief shows what the score alone changes. Records under one score
@@ -159,12 +160,17 @@ def results_table(
         InputError: there are no records, they are of several plans, or none of them has the metric.
     """
     records = one_configuration(records)
+    main = records[0].cell.metric
+    metric = metric or main
     there = {name for r in records for metrics in r.result.metrics.values() for name in metrics}
-    if metric not in METRICS or metric not in there | {"accuracy"}:
+    if metric not in METRICS or metric not in there | {main}:
         known = ", ".join(name for name in METRICS if name in there) or "no metric"
         raise InputError(f"no table of {metric!r}: the records have {known}")
     averages = [metric]
-    if metric in ("accuracy", "fpr"):
+    if metric == "miou":
+        averages += ["gain"] if verdicts and verdicts.gains else []
+        averages += ["accuracy", "ece", "aurc"]
+    elif metric in ("accuracy", "fpr") and main == "accuracy":
         averages += ["gain"] if metric == "accuracy" and verdicts and verdicts.gains else []
         averages += ["fpr"] if metric == "accuracy" else []
         averages += ["fpr_softmax"] if _as_published(records) and "fpr_softmax" in there else []
@@ -195,7 +201,9 @@ def outliers_table(records: Iterable[Record], title: str = "") -> Table | None:
 
 
 def scores_note(records: Sequence[Record]) -> str:
-    """By which score the FPR of a table of these records is, in a sentence."""
+    """By which score the FPR of a table of these records is, in a sentence; of pixels, how their confidence is judged."""
+    if records[0].cell.dense:
+        return "mIoU over the classes that occur; ECE and AURC over pixels, by softmax for all."
     if not _as_published(records):
         return f"FPR is by {records[0].result.score} for all."
     return "FPR is as published, by softmax for em and by belief for come; FPR softmax is by softmax for all."
@@ -256,10 +264,11 @@ def _table(
 ) -> Table:
     """A row for each method and objective, and one for the improvement where a method ran with two."""
     judged, rows, metrics = judged or Judged(), list[Row](), [metric for _, metric in keys]
+    main = records[0].cell.metric
     for method, objectives in objectives_of(records).items():
         lines = {}
         for objective in objectives:
-            gain = judged.gains.get((method, objective, AVERAGE, "accuracy"))  # no record has it
+            gain = judged.gains.get((method, objective, AVERAGE, main))  # no record has it
             found = zip(metrics, entries(records, method, objective, keys), strict=True)
             lines[objective] = tuple(_gain(float(gain.points), gain) if m == "gain" and gain else e for m, e in found)
         rows += rows_of(method, lines, [judged.changes.get((method, objectives[-1], *key)) for key in keys], metrics)
@@ -359,17 +368,21 @@ def rates_table(records: Sequence[Record], verdicts: Judged | None = None) -> Ta
     for name, by_rate in found.items():
         methods = [by_rate.get(rate, "") for rate in rates]
         both = dict.fromkeys(o for method in by_rate.values() for o in objectives[method])
-        changes = [judged.changes.get((method, [*both][-1], *AVERAGE_ACCURACY)) for method in methods]
+        changes = [judged.changes.get((method, [*both][-1], AVERAGE, records[0].cell.metric)) for method in methods]
         rows += rows_of(
-            name, {o: average_accuracy(records, methods, o) for o in both}, changes, ["accuracy"] * len(rates)
+            name,
+            {o: average_accuracy(records, methods, o) for o in both},
+            changes,
+            [records[0].cell.metric] * len(rates),
         )
     heads = tuple(f"lr {rate:g}" for rate in rates)
-    return Table(RATES, heads, tuple(rows), tuple((head, "accuracy") for head in heads))
+    return Table(RATES, heads, tuple(rows), tuple((head, records[0].cell.metric) for head in heads))
 
 
 def average_accuracy(records: Sequence[Record], methods: Iterable[str], objective: str) -> Line:
-    """Of each method with the objective, over all domains."""
-    return tuple(entries(records, method, objective, [AVERAGE_ACCURACY])[0] for method in methods)
+    """Accuracy, or mIoU of pixels, of each method with the objective, over all domains."""
+    key = AVERAGE, records[0].cell.metric
+    return tuple(entries(records, method, objective, [key])[0] for method in methods)
 
 
 STYLES = {"better": "bold blue", "worse": "bold yellow", "same": "dim", "": ""}

@@ -78,6 +78,7 @@ def write_report(
         findings=filter(None, said),
         changes=changes,
         scores=scores_note(records),
+        dense=records[0].cell.dense,
         seeds=sorted({r.cell.seed for r in records}),
         tables=[to_markdown(table) for table in tables if table],
         missing=findings.missing(records),
