@@ -122,18 +122,18 @@ class Abstention:
 
 
 def usable(logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Which of logits (B, *P, K) have an answer, (B, *P), given which samples the guard has found valid (B,)."""
+    """Which of logits (B, ..., K) have an answer, (B, ...), given which samples the guard has found valid (B,)."""
     known = answered(logits) & (logits.amax(dim=-1) > UNKNOWN / 2)
     return known if valid is None else known & _of_samples(valid, known)
 
 
 def _of_samples(values: Tensor, like: Tensor) -> Tensor:
-    """One value per sample (B,), shaped to go with (B, *P)."""
+    """One value per sample (B,), shaped to go with (B, ...)."""
     return values.view(-1, *[1] * (like.ndim - 1)) if values.ndim else values
 
 
 def confidences(score: str, objective: Objective, logits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """The score that a threshold is compared with, of each of logits (B, *P, K); the smallest where there is no answer.
+    """The score that a threshold is compared with, of each of logits (B, ..., K); the smallest where there is no answer.
 
     Example:
         >>> from come import Softmax
@@ -148,7 +148,7 @@ def confidences(score: str, objective: Objective, logits: Tensor, valid: Tensor 
 def abstains(
     promise: Promise, objective: Objective, logits: Tensor, threshold: Tensor | None, valid: Tensor | None = None
 ) -> Tensor:
-    """Which of logits (B, *P, K) not to rely on, (B, *P): below the threshold, or without a usable answer.
+    """Which of logits (B, ..., K) not to rely on, (B, ...): below the threshold, or without a usable answer.
 
     `threshold`, 0-d or (B,), replaces that of the promise; `valid` (B,) is what the guard has found.
     """
@@ -158,7 +158,7 @@ def abstains(
 
 
 def by_image(abstain: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (B, *P) bool: the share of the counted positions that is not answered, and whether there are any, (B,)."""
+    """Of (B, ...) bool: the share of the counted positions that is not answered, and whether there are any, (B,)."""
     abstain, counted = (abstain & counted).flatten(1), counted.flatten(1)
     return abstain.sum(dim=1) / counted.sum(dim=1).clamp_min(1), counted.any(dim=1)
 
@@ -362,7 +362,7 @@ def binomial_cdf(k: int, n: int, p: float) -> float:
 def labelled(batch: Any, needed: bool = False) -> tuple[Any, Tensor | None]:
     """A batch of calibration samples as the model's input, and the labels if there are any.
 
-    A pair whose second part is a vector of integers is (x, y), and a pair of images (B, C, *P) and integers (B, *P), or any
+    A pair whose second part is a vector of integers is (x, y), and a pair of images (B, C, ...) and integers (B, ...), or any
     integers where a risk asks for labels; everything else is x.
     """
     y = batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
@@ -380,7 +380,7 @@ def scored(
     """Scores (N,) of calibration samples, and for a risk, which of their predictions are wrong (N,).
 
     `data` are batches x or (x, y), with y = -1 for an outlier, which every answer gets wrong; `answer` runs one step on x, and
-    returns its logits (B, *P, K), and as `used` which positions count, None for all. With several positions the scores are the
+    returns its logits (B, ..., K), and as `used` which positions count, None for all. With several positions the scores are the
     images of `come.abstain_by_image.sampled`.
     """
     scores, wrong = list[Tensor](), list[Tensor]()
@@ -419,7 +419,7 @@ def scored(
 
 
 def _fitting(y: Tensor, logits: Tensor) -> Tensor:
-    """Labels (B, *P) with the shape of logits (B, *P, K)."""
+    """Labels (B, ...) with the shape of logits (B, ..., K)."""
     shape = logits.shape[:-1]
     if y.shape != shape:
         if len(shape) == 1 and y.ndim == 1:

@@ -72,7 +72,7 @@ class Adapter(Lifecycle, LikeModel):
     # ---- calling it ----
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Adapt to a batch and return its logits (B, K) or (B, K, *P); the arguments are those of the model."""
+        """Adapt to a batch and return its logits (B, K) or (B, K, ...); the arguments are those of the model."""
         return self.step(*args, **kwargs).logits
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -83,7 +83,7 @@ class Adapter(Lifecycle, LikeModel):
     def step(self, *args: Any, **kwargs: Any) -> Step:
         """Adapt to a batch and return logits and, of each sample, its loss, whether it was used, valid, and is answered.
 
-        The arguments are those of the model, and `ignore`, a bool tensor of the answer's shape without its classes, (B, *P):
+        The arguments are those of the model, and `ignore`, a bool tensor of the answer's shape without its classes, (B, ...):
         where it is true (a border, padding, no data) the answer drives nothing, no update, no guard and no threshold.
         A model whose forward has an argument of that name gets it instead.
         """
@@ -134,7 +134,7 @@ class Adapter(Lifecycle, LikeModel):
             return out if rows is None else own_rows(out, rows)
 
     def confidence(self, logits: Tensor, valid: Tensor | None = None) -> Tensor:
-        """How sure each answer is, (B, K, *P) -> (B, *P), by the score of the threshold; see `come.abstain.confidences`.
+        """How sure each answer is, (B, K, ...) -> (B, ...), by the score of the threshold; see `come.abstain.confidences`.
 
         Before `calibrate` it is the objective's confidence: the largest probability of a class.
         """
@@ -167,7 +167,7 @@ class Adapter(Lifecycle, LikeModel):
             data: batches of source data that the model was not trained on: (x, y) for a risk, with y = -1 for an outlier;
                 x or (x, y) for a coverage. x is what the adapter is called with, or a tuple or mapping of the model's
                 arguments. On several ranks the same on each. Where the answer has positions (pixels), y has a label for
-                each, (B, *P), and images are what is drawn: both promises are of the share of the positions of an image, see
+                each, (B, ...), and images are what is drawn: both promises are of the share of the positions of an image, see
                 `come.abstain_by_image`.
             risk: with probability 1 - delta over these samples, at most this share of the answered samples is wrong.
             coverage: at least this share of samples is answered, on average. No labels are needed.
@@ -211,7 +211,7 @@ class Adapter(Lifecycle, LikeModel):
         return None if self._state.abstention is None else self._state.abstention.promise
 
     def abstains(self, logits: Tensor) -> Tensor:
-        """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool, by the threshold that is in force now."""
+        """Which of the answers not to rely on, (B, K, ...) -> (B, ...) bool, by the threshold that is in force now."""
         known = self._state.abstention
         if known is None:
             raise ConfigError("no threshold was chosen; calibrate() first")
@@ -427,7 +427,7 @@ def adapt(
     with the samples R and the step that the method chooses, and the mass m that the objective gives.
 
     Args:
-        model: any classifier that maps a batch (B, ...) to logits (B, K), or with positions such as pixels to (B, K, *P), or to
+        model: any classifier that maps a batch (B, ...) to logits (B, K), with positions such as pixels to (B, K, ...), or to
             an object or mapping with `logits` or `out`. It is not changed.
         method: a name (`come.methods.names()`), also with hyperparameters as in "tent:lr=5e-4", a subclass of `come.Method`,
             or a method that was made, such as `come.methods.Tent(lr=5e-4, objective="em")`.

@@ -230,7 +230,7 @@ class Fleet(Lifecycle):
 
     @exclusive
     def abstains(self, logits: Tensor, streams: Any) -> Tensor:
-        """Which of the answers not to rely on, (B, K, *P) -> (B, *P) bool; `streams` as in `step`."""
+        """Which of the answers not to rely on, (B, K, ...) -> (B, ...) bool; `streams` as in `step`."""
         with untracked():
             return self._abstains(logits, self._parts(streams, len(logits)))
 

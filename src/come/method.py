@@ -37,15 +37,15 @@ class Step(NamedTuple):
     """The result of one adaptation step; all tensors are detached."""
 
     logits: Tensor
-    """(B, K), or (B, K, *P) with positions, such as the pixels (H, W) of an image: the prediction."""
+    """(B, K), or (B, K, ...) with positions, such as the pixels (H, W) of an image: the prediction."""
     loss: Tensor | None = None
-    """(B, *P): the objective of each sample, at each position; None if the method has none."""
+    """(B, ...): the objective of each sample, at each position; None if the method has none."""
     used: Tensor | None = None
-    """(B, *P) bool: the samples, or positions, that drove the update; None if the method never updates."""
+    """(B, ...) bool: the samples, or positions, that drove the update; None if the method never updates."""
     valid: Tensor | None = None
     """(B,) bool: the samples with an answer; None without a guard. All logits of the others are -1e4: least certain."""
     abstain: Tensor | None = None
-    """(B, *P) bool: the answers not to rely on; None before `Adapter.calibrate`."""
+    """(B, ...) bool: the answers not to rely on; None before `Adapter.calibrate`."""
 
 
 class Frozen(NamedTuple):
@@ -195,7 +195,7 @@ class Context(Located):
         hooks: Sequence[Callable[[], Any]] = (),
         size: int | None = None,
     ) -> Tensor:
-        """What `forward` returns as rows, in one piece: logits (B, K, *P); of views in other sizes, too."""
+        """What `forward` returns as rows, in one piece: logits (B, K, ...); of views in other sizes, too."""
         rule = self.statistics if statistics == "own" else statistics
         weights = self.weights if weights is None else weights
         if self.model.ranks is not None:

@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOSS_SCALE = 256.0
-
-ALIGNED = 64
-"""Each parameter begins at a multiple of this many entries of the vector: matrix kernels want aligned addresses."""
-HOOKS = (
+ALIGNED = 64  # a parameter begins at a multiple of so many entries of the vector: matrix kernels want aligned addresses
+HOOKS = (  # where a module keeps the hooks that run with it
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
@@ -51,7 +49,6 @@ HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-"""Where a module keeps the hooks that run with it."""
 
 
 class FunctionalModel:
@@ -239,7 +236,7 @@ class FunctionalModel:
         return [Layer(m, i, m.running_mean, m.running_var, self.rank_rows) for i, m in enumerate(found)]
 
     def logits(self, out: Any, batch: int) -> Tensor:
-        """The logits (B, K, *P) in what the model returned for a batch of that size, checked."""
+        """The logits (B, K, ...) in what the model returned for a batch of that size, checked."""
         logits = logits_of(out, batch, self.class_dim)
         if logits.ndim == 3 and self.class_dim == 1:
             classes = getattr(getattr(self.model, "config", None), "num_labels", None)

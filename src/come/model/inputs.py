@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
 
     @property
     def ignore(self) -> Tensor | None:
-        """(B, *P) bool: the positions of the answer that drive nothing, see `Adapter.step`."""
+        """(B, ...) bool: the positions of the answer that drive nothing, see `Adapter.step`."""
         return self.kwargs.get(IGNORE)
 
     def for_model(self) -> Inputs:
@@ -285,7 +285,7 @@ def unchecked_logits(out: Any) -> Any:
 
 
 def logits_of(out: Any, batch: int, class_dim: int = 1) -> Tensor:
-    """The logits (B, K, *P) in what a model returned, checked; `class_dim` is where the model has the classes.
+    """The logits (B, K, ...) in what a model returned, checked; `class_dim` is where the model has the classes.
 
     >>> logits_of({"out": torch.zeros(1, 21, 8, 8)}, 1).shape, logits_of(torch.zeros(1, 8, 21), 1, class_dim=-1).shape
     (torch.Size([1, 21, 8, 8]), torch.Size([1, 21, 8]))

@@ -1,4 +1,4 @@
-"""Logits with positions, (B, K, *P), as rows (B * P, K): a step works on rows, so pixels need no second code path.
+"""Logits with positions, (B, K, ...), as rows (B * P, K): a step works on rows, so pixels need no second code path.
 
 A classifier has no positions: its B samples are the rows, and nothing is moved or copied. An image of 512 x 1024 pixels with 19
 classes has half a million rows of logits, 40 MB. What is computed of so many is computed in parts, in the backward once more,
@@ -21,7 +21,7 @@ FEW_ROWS, PART = 2**14, 2**20
 
 
 def rows_of(logits: Tensor) -> Tensor:
-    """(B, K, *P) -> (B * P, K); a view for one image or for channels that are innermost.
+    """(B, K, ...) -> (B * P, K); a view for one image or for channels that are innermost.
 
     >>> rows_of(torch.zeros(2, 3, 4, 5)).shape
     torch.Size([40, 3])
@@ -30,7 +30,7 @@ def rows_of(logits: Tensor) -> Tensor:
 
 
 def by_sample(values: Tensor, samples: int, positions: tuple[int, ...]) -> Tensor:
-    """(B * P, ...) -> (B, *P, ...).
+    """(B * P, ...) with the positions as axes behind the samples.
 
     >>> by_sample(torch.zeros(40, 3), 2, (4, 5)).shape
     torch.Size([2, 4, 5, 3])
@@ -69,7 +69,7 @@ class Located:
 
     Args:
         valid: (B,) bool, the valid samples.
-        ignore: (B, *P) bool, positions that drive nothing.
+        ignore: (B, ...) bool, positions that drive nothing.
         refuses: why logits with positions cannot be taken, if so.
     """
 
@@ -96,7 +96,7 @@ class Located:
         return anywhere(self.valid, self.positions).sum()
 
     def rows(self, logits: Tensor) -> Tensor:
-        """Logits (B, K, *P) as rows (N, K)."""
+        """Logits (B, K, ...) as rows (N, K)."""
         if logits.ndim == 2 and self.shape == ():
             return logits
         positions = tuple(logits.shape[2:])

@@ -179,7 +179,7 @@ class Engine:
         return self.ranks is None or self.ranks.writes
 
     def classes_last(self, logits: Tensor) -> Tensor:
-        """Logits in the shape of the model's, (B, K) or (B, K, *P), as (B, *P, K)."""
+        """Logits in the shape of the model's, (B, K) or (B, K, ...), as (B, ..., K)."""
         return logits if logits.ndim < 3 else logits.movedim(self.model.class_dim, -1)
 
     # ---- batches ----

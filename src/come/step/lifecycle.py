@@ -21,7 +21,7 @@ class Lifecycle:
     _closed = False
 
     def uncertainty(self, logits: Tensor) -> Tensor:
-        """How little is known of each answer, (B, K, *P) -> (B, *P) in [0, 1]; to abstain, `calibrate` a threshold."""
+        """How little is known of each answer, (B, K, ...) -> (B, ...) in [0, 1]; to abstain, `calibrate` a threshold."""
         return self._engine.objective.uncertainty(self._engine.classes_last(logits))
 
     def _check_open(self) -> None:

@@ -319,7 +319,7 @@ class Transition:
         return self.model.fused(cleaned)(answers, by_position(usable, positions), loss, used, ok, whole)
 
     def _folded(self, ctx: Context, out: Step) -> Step:
-        """Rows as the user has them: (B, ...), or (B, K, *P) and (B, *P)."""
+        """Rows as the user has them: (B, ...), or (B, K, ...) and (B, ...)."""
         found = [None if value is None else value.detach() for value in out]
         if ctx.positions:
             samples, positions = len(ctx.samples), ctx.positions
