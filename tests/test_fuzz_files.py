@@ -355,7 +355,7 @@ def test_markup_in_a_configuration_is_shown_as_it_is(tmp_path, monkeypatch, caps
     (tmp_path / "c.toml").write_text('methods = ["tent"]\ncorruptions = ["fog"]\nset.tent.select = "[/bold] [red]"\n')
     code, err = call(monkeypatch, capsys, "bench", "--config", str(tmp_path / "c.toml"), "--dry-run")
     assert code == 2
-    assert "got '[/bold] [red]'" in err
+    assert "no selector '[/bold] [red]'" in err
 
 
 def test_a_line_break_in_a_name_stays_in_one_line(tmp_path, monkeypatch, capsys):

@@ -157,7 +157,8 @@ def test_a_parameter_under_two_names_adapts_once():
     [
         (lambda m: {"nowhere": m[1].weight}, "'nowhere', which is not a parameter of Sequential"),
         (lambda m: {}, "tent has nothing to adapt"),
-        ("norms", "select must be a function .*, got 'norms'"),
+        ("norms", "no selector 'norms'; did you mean 'norm_affine'"),
+        (3, "select must be a function .*, got 3"),
     ],
 )
 def test_bad_selections(select, message):

@@ -2,7 +2,7 @@ r"""ASR: ETA with a reset of the output side when the answers concentrate.
 
 Lim, Hwang and Lee, "When and Where to Reset Matters for Long-Term Test-Time Adaptation", ICLR 2026.
 
-After each batch, with the weights theta::
+After each batch, with the weights theta:
 
     C        entropy of softmax(mean of the logits over the batch)           small where the answers concentrate
     phi      share of samples that the source model answers differently

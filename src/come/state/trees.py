@@ -14,7 +14,7 @@ def replace(value: Value, **fields: Any) -> Value:
 
     >>> from come.optim import sgd
     >>> replace(sgd(), momentum=0.5)
-    sgd(momentum=0.5, weight_decay=0.0)
+    sgd(momentum=0.5, weight_decay=0.0, nesterov=False)
     """
     new = object.__new__(type(value))
     vars(new).update(vars(value), **fields)
