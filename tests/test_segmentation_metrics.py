@@ -25,6 +25,7 @@ def pixels(seed, classes=5, ignored=0.2, shape=(3, 8, 9)):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_confusion_and_iou_are_those_of_torchmetrics(seed):
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")
     from torchmetrics.functional.classification import (
         multiclass_accuracy,
         multiclass_confusion_matrix,
@@ -46,6 +47,7 @@ def test_confusion_and_iou_are_those_of_torchmetrics(seed):
 
 
 def test_a_class_that_does_not_occur_is_left_out_as_in_torchmetrics():
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")
     from torchmetrics.functional.classification import multiclass_jaccard_index
 
     prediction, label = pixels(0, classes=3)
@@ -128,6 +130,7 @@ def test_binned_metrics_of_any_confidences_are_near_and_the_ece_is_exact():
 
 
 def test_the_running_metrics_are_those_of_all_images_at_once():
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed: pip install torchmetrics")
     from torchmetrics.classification import MulticlassCalibrationError, MulticlassJaccardIndex
 
     draw = torch.Generator().manual_seed(0)
