@@ -142,7 +142,7 @@ class Steady(Method):
         else:
             answer, later = self._corrected(ctx, at_least_float32(logits.detach()))
 
-        later["answers"] = self._later(ctx, "answers", count * average)
+        later |= self._later(ctx, count, {"answers": count * average})
         common = self._log_mean(later["answers"], later["seen"])
         if "source_answers" in later:
             common = common - self._log_mean(later["source_answers"], later["seen"])
@@ -189,12 +189,8 @@ class Steady(Method):
             source = ctx.forward(x, ctx.source)
             expected = self._believed(source, ctx.valid)[1]
         each = count / ctx.valid.sum().clamp_min(1)
-        return {
-            "seen": self._later(ctx, "seen", count),
-            "votes": self._later(ctx, "votes", votes(logits, ctx.valid) * each),
-            "source_votes": self._later(ctx, "source_votes", votes(source, ctx.valid) * each),
-            "source_answers": self._later(ctx, "source_answers", count * expected),
-        }
+        found = {"votes": votes(logits, ctx.valid) * each, "source_votes": votes(source, ctx.valid) * each}
+        return self._later(ctx, count, {"seen": count, "source_answers": count * expected} | found)
 
     @staticmethod
     def _log_mean(total: Tensor, count: Tensor) -> Tensor:
@@ -215,10 +211,10 @@ class Steady(Method):
         left_open = masked_mean(SOFTMAX.entropy(logits), valid) / math.log(logits.shape[1])
         return (left_open / OPEN).clamp(0, 1)
 
-    def _later(self, ctx: Context, name: str, value: Tensor) -> Tensor:
-        """A running sum over samples, this batch included."""
-        keep = self.memory ** (ctx.count_valid() / WINDOW)
-        return ctx.state[name] * keep + value.detach().to(ctx.state[name])
+    def _later(self, ctx: Context, count: Tensor, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Running sums over samples, with what this batch of `count` adds."""
+        keep, state = self.memory ** (count / WINDOW), ctx.state
+        return {name: state[name] * keep + value.detach().to(state[name]) for name, value in found.items()}
 
     def _corrected(self, ctx: Context, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The answer given the classes of this batch, and the running sums after it."""
@@ -227,12 +223,8 @@ class Steady(Method):
         p = torch.where(valid, logits.softmax(dim=1), 0)
         votes = (valid & (p.argmax(dim=1)[:, None] == torch.arange(classes, device=p.device))).sum(dim=0).to(p)
         alike = (votes * (votes - 1)).sum(), count * (count - 1), (votes * ctx.state["votes"]).sum(), count * seen
-        later = {
-            "seen": self._later(ctx, "seen", count),
-            "classes": self._later(ctx, "classes", p.sum(dim=0)),
-            "votes": self._later(ctx, "votes", votes),
-            "pairs": self._later(ctx, "pairs", torch.stack([value.to(p) for value in alike])),
-        }
+        pairs = torch.stack([value.to(p) for value in alike])
+        later = self._later(ctx, count, {"seen": count, "classes": p.sum(dim=0), "votes": votes, "pairs": pairs})
         if not self.prior_correction:
             return logits, later
         within, pairs, between, others = later["pairs"].unbind()

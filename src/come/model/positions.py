@@ -78,13 +78,10 @@ class Located:
         """(N,) bool: which rows of the logits may drive an update; of the samples before the first `forward` of the step."""
         self.samples = valid
         """(B,) bool: which samples may."""
-        self.shape: tuple[int, ...] | None = None
-        self._ignore, self._refuses = ignore, refuses
-
-    @property
-    def positions(self) -> tuple[int, ...]:
+        self.positions: tuple[int, ...] = ()
         """The axes of the logits behind the classes, such as (H, W); () of a classifier, and before the first `forward`."""
-        return self.shape or ()
+        self._located = False
+        self._ignore, self._refuses = ignore, refuses
 
     @property
     def dense(self) -> bool:
@@ -97,19 +94,17 @@ class Located:
 
     def rows(self, logits: Tensor) -> Tensor:
         """Logits (B, K, ...) as rows (N, K)."""
-        if logits.ndim == 2 and self.shape == ():
-            return logits
         positions = tuple(logits.shape[2:])
-        if positions != self.shape:
+        if not self._located or positions != self.positions:
             self._locate(positions, logits.shape[1])
         return rows_of(logits)
 
     def _locate(self, positions: tuple[int, ...], classes: int) -> None:
         if positions and self._refuses:
             raise ConfigError(f"{self._refuses}, got positions {positions}")
-        if self.shape is not None:
-            raise InputError(f"the logits of a step must have the same positions, got {self.shape} and {positions}")
-        self.shape, self.valid = positions, by_position(self.samples, positions)
+        if self._located:
+            raise InputError(f"the logits of a step must have the same positions, got {self.positions} and {positions}")
+        self._located, self.positions, self.valid = True, positions, by_position(self.samples, positions)
         if self._ignore is not None:
             if tuple(self._ignore.shape[1:]) != positions:
                 raise InputError(
