@@ -858,7 +858,7 @@ def test_bad_input(make, tmp_path, monkeypatch):
     assert fleet.count("0") == 0
     with pytest.raises(come.ConfigError, match="streams must be a list of names"):
         make("tent", streams="abc")
-    with pytest.raises(come.ConfigError, match="resident must be a whole number"):
+    with pytest.raises(come.ConfigError, match="resident must be an integer >= 1"):
         make("tent", resident=0)
     with pytest.raises(come.ConfigError, match="folder that exists"):
         make("tent", folder=tmp_path / "none")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from come.abstain import DEFAULT_SCORE, Promise, Wanted, abstains, confidences
-from come.errors import ConfigError, InputError, StateError, shown
+from come.errors import ConfigError, InputError, StateError, require_int, shown
 from come.guard.config import Event, Guard
 from come.method import Method, Step
 from come.methods import DEFAULT
@@ -92,8 +92,8 @@ class Fleet(Lifecycle):
         **hyperparameters: Any,
     ) -> None:
         names = checked_names(streams)
-        if resident is not None and (isinstance(resident, bool) or not isinstance(resident, int) or resident < 1):
-            raise ConfigError(f"resident must be a whole number of streams, at least 1, or None, got {shown(resident)}")
+        if resident is not None:
+            require_int("resident", resident, 1, " (streams), or None")
         if isinstance(guard, Guard) and guard.policy == "raise":
             raise ConfigError(
                 "a fleet cannot have Guard(policy='raise'): the collapse of one stream would stop all others; use 'recover', "
