@@ -12,7 +12,7 @@ not depend on the constant in the logits: "invariant", which is the default of `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,21 @@ def prototypes(
         vectors = encode(sentences)
         found.append(F.normalize(vectors.float(), dim=-1).mean(dim=0))
     return F.normalize(torch.stack(found), dim=-1).to(vectors)
+
+
+def of_pair(
+    model: nn.Module,
+    visual: nn.Module,
+    encode: Callable[[list[str]], Tensor],
+    classes: Sequence[str],
+    templates: Sequence[Template],
+) -> ZeroShot:
+    """The classifier of a CLIP or SigLIP `model`, which holds the learned `logit_scale` and, of SigLIP, `logit_bias`."""
+    bias, learned = getattr(model, "logit_bias", None), cast("Tensor", model.logit_scale)
+    scale = float(learned.detach().exp())
+    return ZeroShot(
+        visual, prototypes(encode, classes, templates), scale, 0.0 if bias is None else float(bias.detach())
+    )
 
 
 def embedding(found: Any) -> Tensor:

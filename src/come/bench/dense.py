@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from come.bench.data import Batch
 from come.bench.data.preprocess import Preprocess
 from come.bench.record import DENSE_COLUMNS, PICTURES, Rows
+from come.images.normalization import Normalization
 from come.method import Step
 from come.metrics.segmentation import binned, binned_aurc, confusion, miou, pixel_accuracy, selective_of
 from come.model.inputs import UNKNOWN
@@ -30,8 +31,7 @@ class DenseTable:
     """
 
     def __init__(self, preprocess: Preprocess) -> None:
-        mean, std = preprocess.normalization
-        self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+        self._normalization = Normalization.of(preprocess.normalization)
         self._rows, self._pictures = list[Rows](), list[Rows]()
 
     def add(self, step: Step, batch: Batch, domain: int) -> None:
@@ -44,7 +44,7 @@ class DenseTable:
             marks = {"used": used, "index": batch.indices[i], "kind": batch.kinds[i], "domain": torch.tensor(domain)}
             row |= {name: value.cpu()[None] for name, value in marks.items()}
             self._rows.append({name: row[name].to(kind) for name, kind in DENSE_COLUMNS.items()})
-            pixels = batch.images[i].cpu() * self._std + self._mean
+            pixels = self._normalization.images(batch.images[i].cpu())
             picture["shown_image"] = (255 * pixels.clamp(0, 1)).round()[None]
             self._pictures.append(_small(picture))
         del self._pictures[:-SHOWN]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from come.zero_shot import TEMPLATES, Template, ZeroShot, prototypes
+from come.zero_shot import TEMPLATES, Template, ZeroShot, of_pair
 
 
 def zero_shot(
@@ -34,8 +34,4 @@ def zero_shot(
         found: Tensor = tower.encode_text(tokenizer(sentences).to(device))
         return found
 
-    bias = getattr(model, "logit_bias", None)
-    found = prototypes(encode, classes, templates)
-    return ZeroShot(
-        tower.visual, found, float(tower.logit_scale.detach().exp()), 0.0 if bias is None else float(bias.detach())
-    )
+    return of_pair(model, tower.visual, encode, classes, templates)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from come.errors import ModelError
-from come.zero_shot import TEMPLATES, Template, ZeroShot, embedding, prototypes
+from come.zero_shot import TEMPLATES, Template, ZeroShot, embedding, of_pair
 
 
 class Tower(nn.Module):
@@ -17,10 +17,8 @@ class Tower(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         parts: Any = model
-        self.vision_model, self.visual_projection = (
-            parts.vision_model,
-            getattr(model, "visual_projection", nn.Identity()),
-        )
+        self.vision_model = parts.vision_model
+        self.visual_projection = getattr(model, "visual_projection", nn.Identity())
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Embed a batch."""
@@ -54,12 +52,8 @@ def zero_shot(
     device = next(model.parameters()).device
 
     def encode(sentences: list[str]) -> Tensor:
-        given = tokenizer(
-            text=sentences, padding="max_length", truncation=True, return_tensors="pt"
-        )  # as SigLIP was trained
+        # padded as SigLIP was trained
+        given = tokenizer(text=sentences, padding="max_length", truncation=True, return_tensors="pt")
         return embedding(both.get_text_features(**{name: value.to(device) for name, value in given.items()}))
 
-    bias = getattr(model, "logit_bias", None)
-    found = prototypes(encode, classes, templates)
-    scale = float(both.logit_scale.detach().exp())
-    return ZeroShot(Tower(model), found, scale, 0.0 if bias is None else float(bias.detach()))
+    return of_pair(model, Tower(model), encode, classes, templates)
